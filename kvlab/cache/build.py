@@ -38,4 +38,10 @@ def _layer_cache(config: ModelConfig, index: int, name: str, capacity: int | Non
         case "sliding":
             return ContiguousCache() if window is None else SlidingCache(window)
         case _:
-            raise ValueError(f"unknown cache {name!r}; kvlab has {', '.join(CACHES)}")
+            return check_name(name)
+
+
+def check_name(name: str) -> None:
+    """Raise ValueError for a cache that does not exist."""
+    if name not in CACHES:
+        raise ValueError(f"unknown cache {name!r}; kvlab has {', '.join(CACHES)}")

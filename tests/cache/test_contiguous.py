@@ -63,3 +63,19 @@ def test_keys_that_do_not_fit_are_refused_with_both_shapes(shape, dtype):
     with pytest.raises(ValueError, match=r"holds \(1, 2, 64, 4\) torch.float32.*do not fit"):
         cache.update(keys, keys, Step.plan(torch.tensor([[5]])))
     assert cache.length == 5
+
+
+def test_after_a_ragged_rewind_holes_are_not_mistaken_for_tokens():
+    cache = ContiguousCache()
+    fill(cache, 12, rows=2)
+    cache.rewind([12, 10])
+    part, _ = fill(cache, 1, start=12, rows=2)  # row 1 goes on after a hole at 10 and 11
+    assert part.start is None and (part.positions[1, 0] < 0).sum() == 2
+
+
+def test_a_reset_cache_starts_at_its_first_slot():
+    cache = ContiguousCache()
+    fill(cache, 70)
+    cache.reset()
+    part, _ = fill(cache, 3)
+    assert part.keys.shape[2] == 3 and part.start == 0 and cache.capacity == FIRST_CAPACITY

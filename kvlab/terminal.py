@@ -1,0 +1,106 @@
+"""What every command shares: JSON alone on stdout, tables for people, errors and warnings on stderr."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+
+import typer
+from typer.core import TyperGroup
+
+GIB = 2**30
+_UsageError, _ClickException = typer.BadParameter.__mro__[1:3]  # click's, wherever this version of typer keeps them
+
+
+class OneLineErrors(TyperGroup):
+    """A command group whose every error is one line on stderr and exit code 2, never a traceback."""
+
+    def main(self, *args, standalone_mode: bool = True, **kwargs):
+        """Run the command line; the exit code is 2 on an error, else what the command asked for."""
+        try:
+            code = super().main(*args, standalone_mode=False, **kwargs)
+        except Exception as error:
+            code = report(error)
+        if standalone_mode:
+            sys.exit(code or 0)
+        return code
+
+
+def report(error: Exception) -> int:
+    """Say in one line what went wrong; return the exit code. KVLAB_DEBUG=1 raises it instead."""
+    if os.environ.get("KVLAB_DEBUG"):
+        raise error
+    if isinstance(error, typer.Abort):
+        print("aborted", file=sys.stderr)
+        return 130
+    if isinstance(error, BrokenPipeError):  # the reader has gone: `kvlab models | head`
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 0
+    print(f"error: {one_line(_message(error))}", file=sys.stderr)
+    return 2
+
+
+def _message(error: Exception) -> str:
+    if isinstance(error, _ClickException):
+        if not isinstance(error, _UsageError):
+            return error.format_message()
+        where = error.ctx.command_path if error.ctx is not None else "kvlab"
+        return f"{error.format_message().rstrip('.')} (see {where} --help)"
+    if isinstance(error, (ValueError, OSError)):
+        return str(error) or type(error).__name__
+    if isinstance(error, ImportError):
+        return f"{error}: install what is missing (pip install {error.name or 'it'})"
+    what = f"{type(error).__name__}: {error}"
+    return f"internal error, please report it: {what} (KVLAB_DEBUG=1 shows the traceback)"
+
+
+def one_line(text: str) -> str:
+    """The text without line breaks."""
+    return " ".join(str(text).split())
+
+
+def warn(text: str) -> None:
+    """A warning on stderr: the answer on stdout stands."""
+    print(f"warning: {one_line(text)}", file=sys.stderr)
+
+
+def print_json(answer: dict | list) -> None:
+    """The one JSON value of a `--json` run."""
+    print(json.dumps(answer, indent=2, ensure_ascii=False, allow_nan=False))
+
+
+def print_table(title: str, columns: list[str], lines: list[list[str]], right: tuple[int, ...] = ()) -> None:
+    """A table for people; `right` are the indices of right-aligned columns."""
+    from rich import box
+    from rich.console import Console
+    from rich.table import Table
+
+    table = Table(title=title, title_justify="left", title_style="bold", box=box.SIMPLE_HEAD, show_header=any(columns))
+    for i, column in enumerate(columns):
+        table.add_column(column, justify="right" if i in right else "left", overflow="fold")
+    for line in lines:
+        table.add_row(*line)
+    Console(width=None if sys.stdout.isatty() else 140, highlight=False, markup=False).print(table)
+
+
+def amount(size: int) -> str:
+    """Bytes for people: GiB with the unit, the exact number beside."""
+    return f"{size / GIB:,.3f} GiB ({size:,} bytes)"
+
+
+def seconds(time_s: float) -> str:
+    """A time for people, with a unit that fits."""
+    for unit, factor in (("s", 1), ("ms", 1e3), ("µs", 1e6)):
+        if time_s * factor >= 1 or unit == "µs":
+            return f"{time_s * factor:,.3g} {unit}"
+    return f"{time_s} s"
+
+
+def warn_about(config, context: int | None = None) -> None:
+    """Warn of what was taken for granted in a config, and of a context beyond its trained positions."""
+    for note in config.notes:
+        warn(f"{config.name}: {note}")
+    trained = config.max_position_embeddings
+    if context is not None and trained is not None and context > trained:
+        warn(f"{config.name} was trained on {trained:,} positions; {context:,} is beyond them")
