@@ -45,7 +45,7 @@ def figure(rows: int = 1, columns: int = 1, *, width: float = 7.0, height: float
         plt.close(drawn)
 
 
-def describe(axes, title: str, x: str, y: str, *, log_x: bool = False, log_y: bool = False, legend: bool = True) -> None:
+def describe(axes, title: str, x: str, y: str, *, log_x=False, log_y=False, legend=True) -> None:
     """Give axes a title and named axes with their units; logarithmic axes are in base 2 on x and 10 on y."""
     axes.set(title=title, xlabel=x, ylabel=y)
     if log_x:

@@ -56,7 +56,7 @@ def tiny_config(attention: str = "gqa", window: int | None = None) -> ModelConfi
 def tiny_model(attention: str = "gqa", dtype: torch.dtype = torch.float64, window: int | None = None) -> Transformer:
     torch.manual_seed(0)
     model = Transformer(tiny_config(attention, window)).eval().requires_grad_(False)
-    for name, weight in model.named_parameters():
+    for weight in model.parameters():
         if weight.dim() == 2:  # larger than PyTorch's default, so that attention is far from uniform
             torch.nn.init.normal_(weight, std=0.3)
     return model.to(dtype)

@@ -159,7 +159,7 @@ class TestCompiled:
     @pytest.mark.parametrize("name", ["contiguous", "sliding"])
     def test_a_cache_that_grows_cannot_be_compiled(self, name):
         model = tiny_model(window=6)
-        with pytest.raises(ValueError, match="needs a static cache, got (Contiguous|Sliding)Cache"):
+        with pytest.raises(ValueError, match=r"needs a static cache, got (Contiguous|Sliding)Cache"):
             CompiledStep(model, build_cache(model.config, name))
         with pytest.raises(ValueError, match="got no cache"):
             generate(model, PROMPT, None, compile=True)

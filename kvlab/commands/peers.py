@@ -60,7 +60,7 @@ def parse_contexts(text: str) -> list[int]:
 
 def show(answer: dict) -> None:
     """The same for people."""
-    columns = ["context", "contestant", "prefill", "tokens/s", "spread", "of bound", "decode vs transformers", "prefill"]
+    columns = ["context", "contestant", "prefill", "tokens/s", "spread", "of bound", "vs transformers", "prefill"]
     lines = []
     for row in sorted(answer["rows"], key=lambda row: row["context"]):
         spread = f"{row['slowest_per_s']:.1f} - {row['fastest_per_s']:.1f}"

@@ -6,7 +6,6 @@ gate_up_proj (rows of gate, up). Fewer, larger matrix products read the same wei
 
 from __future__ import annotations
 
-import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 

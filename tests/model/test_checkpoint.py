@@ -73,6 +73,8 @@ def test_a_transformer_is_filled_with_fused_rows(family, dtype, tmp_path):
     for name, parameter in model.named_parameters():
         expected = torch.cat([written[part] for part in parts_of(name)]).to(dtype)
         assert torch.equal(parameter, expected), name
+    fused = model.get_parameter("model.layers.1.mlp.gate_up_proj.weight")  # the MLP takes its first half as gate
+    assert torch.equal(fused[:80], written["model.layers.1.mlp.gate_proj.weight"].to(dtype))
     rows = parts_of("model.layers.2.self_attn.qkv_proj.bias")
     assert rows == tuple(f"model.layers.2.self_attn.{p}_proj.bias" for p in "qkv")
 

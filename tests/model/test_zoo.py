@@ -146,6 +146,14 @@ class TestHub:
         assert zoo.load("qwen2.5-0.5b", device="cpu").config.name == "qwen2.5-0.5b"
         assert asked[0][0] == "Qwen/Qwen2.5-0.5B"
 
+    def test_without_a_network_what_was_fetched_before_is_used(self, asked, monkeypatch):
+        monkeypatch.setattr(checkpoint, "is_reachable", lambda endpoint: False)
+        zoo.load("owner/name", device="cpu")
+        assert asked[0][1]["local_files_only"]
+        monkeypatch.setattr(checkpoint, "is_reachable", lambda endpoint: True)
+        zoo.load("owner/name", device="cpu")
+        assert not asked[1][1]["local_files_only"]
+
     def test_no_network(self, monkeypatch, tmp_path):
         monkeypatch.setattr(checkpoint, "is_reachable", lambda endpoint: False)
         monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path))

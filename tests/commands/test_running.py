@@ -1,0 +1,92 @@
+"""`kvlab generate` and `kvlab peers` as scripts and people meet them, on the real model."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+from typer.testing import CliRunner
+
+from kvlab.cli import app
+
+PROMPT = ("generate", "smollm2-135m", "--prompt", "The capital of France is", "--max-new-tokens", "6", "--json")
+
+
+def run(*arguments: str):
+    return CliRunner().invoke(app, list(arguments))
+
+
+@pytest.fixture(scope="module")
+def plain():
+    return json.loads(run(*PROMPT).stdout)
+
+
+def test_generate_answers_in_one_json_object(plain):
+    keys = {"text", "token_ids", "ttft_s", "tokens_per_s", "cache_bytes_allocated", "cache_bytes_used"}
+    assert keys <= set(plain) and len(plain["token_ids"]) == 6
+    assert "Paris" in plain["text"]
+    assert plain["cache_bytes_used"] == 2 * 23_040 * (5 + 5)  # fp32; the last token is never stored
+    assert plain["cache_bytes_allocated"] > plain["cache_bytes_used"]
+
+
+@pytest.mark.parametrize("cache", ["none", "static", "sliding"])
+def test_every_cache_gives_the_same_text(plain, cache):
+    answer = json.loads(run(*PROMPT, "--cache", cache).stdout)
+    assert answer["token_ids"] == plain["token_ids"]
+    assert (answer["cache_bytes_used"] == 0) == (cache == "none")
+
+
+def test_people_see_the_text_and_what_it_cost():
+    done = run(*PROMPT[:-1])
+    assert done.exit_code == 0 and "Paris" in done.stdout
+    assert "time to first token" in done.stdout and "bytes" in done.stdout
+    assert "dequantised; on" in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (("--cache", "magic"), "unknown cache 'magic'; kvlab has none, contiguous, static, sliding"),
+        (("--temperature", "-1"), "temperature must be 0 (greedy) or a positive number, got -1.0"),
+        (("--top-p", "1.5"), "top_p must be above 0 and at most 1"),
+        (("--max-new-tokens", "0"), "max_new_tokens must be at least 1, got 0"),
+        (("--max-new-tokens", "9000"), "need 9005 positions, but smollm2-135m was trained on 8192"),
+        (("--prompt", ""), "the prompt is empty"),
+        (("--dtype", "int3"), "dtype 'int3' is not one that models run in"),
+        (("--device", "abacus"), "device 'abacus' cannot be used here"),
+        (("--compile", "--cache", "none"), "compiled decoding needs a static cache"),
+    ],
+)
+def test_bad_options_are_one_line_and_exit_code_two(options, message):
+    done = run(*PROMPT, *options)
+    assert done.exit_code == 2 and done.stdout == ""
+    assert message in done.stderr.strip().splitlines()[-1]
+
+
+def test_a_model_that_cannot_run_says_why():
+    done = run("generate", "gpt-oss-20b", "--prompt", "x")
+    assert done.exit_code == 2 and "can size gpt-oss-20b but not run it" in done.stderr
+
+
+def test_peers_reports_ratios_of_one_run():
+    options = ("--contexts", "16", "--repeats", "1", "--steps", "5", "--no-compile", "--json")
+    done = run("peers", *options)
+    answer = json.loads(done.stdout)
+    rows = {row["contestant"]: row for row in answer["rows"]}
+    assert rows["transformers"]["vs_reference"] == 1.0 and rows["kvlab eager"]["vs_reference"] > 0
+    assert answer["weights_bytes"] == 269_030_016 and answer["environment"]["cores"] >= 1
+    table = run("peers", *options[:-1])
+    assert "kvlab eager" in table.stdout and "read bandwidth" in table.stdout
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (("--contexts", "64,x"), "'x' is not a prompt length"),
+        (("--contexts", "0"), "'0' is not a prompt length"),
+        (("--repeats", "0"), "at least 1 repeat and 4 steps are needed, got 0 and 24"),
+    ],
+)
+def test_bad_races_are_refused_before_loading(options, message):
+    done = run("peers", *options)
+    assert done.exit_code == 2 and message in done.stderr
