@@ -22,6 +22,8 @@ import torch
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
+from kvlab.native import build as native
+
 EMPTY = -1  # the position of a slot that holds no token, and of a padding query
 
 
@@ -79,10 +81,11 @@ class DensePart:
     """Keys and values as plain tensors.
 
     keys         (B, H_kv, S, D_k)
-    values       (B, H_kv, S, D_v), or None where keys are values too (MLA): then the first value_width columns
+    values       (B, H_kv, S, D_v), or None where keys are values too (MLA)
     positions    (B, 1 | H_kv, S) integer, EMPTY for unused slots
     start        slot i of every row holds position start + i; None when that is not known
     length       slots in use as a device tensor, for compiled steps; None when the tensors are already cut
+    value_width  columns of the output to keep; None keeps all
     """
 
     keys: Tensor
@@ -95,9 +98,8 @@ class DensePart:
     def attend(self, queries, step, *, scale, window=None, sinks=0):
         if self.length is not None:
             values = self.keys if self.values is None else self.values
-            return attend_live(
-                queries, self.keys, values, self.positions, step.positions, self.length, scale, window, sinks
-            )[..., : self.value_width]
+            facts = (self.length, scale, window, sinks, self.start is not None)
+            return self._values_of(attend_live(queries, self.keys, values, self.positions, step.positions, *facts))
         if self._causal_square(step, window):
             return self._values_of(_causal(queries, self.keys, self._values, scale))
         if self._all_visible(step, window):
@@ -216,14 +218,24 @@ def attend_live(
     scale: float,
     window: int | None,
     sinks: int,
+    consecutive: bool,
 ) -> Tensor:
-    """Attend to the first `length` slots of fixed buffers; opaque to the compiler, so one graph serves all lengths."""
-    live = keys.shape[2] if keys.is_cuda else int(length)  # reading the length would stall a GPU: it masks instead
-    sees = visible(query_positions, positions[:, :, :live], window, sinks)
-    needed = keys.is_cuda or not bool(sees.all())
-    return _folded(queries, keys[:, :, :live], values[:, :, :live], sees if needed else None, scale).contiguous()
+    """Attend to the first `length` slots of fixed buffers; opaque to the compiler, so one graph serves all lengths.
+
+    `consecutive`: the live slots hold consecutive positions up to the last query's, in every row.
+    """
+    if keys.is_cuda:  # reading the length would stall a GPU: it masks the whole buffer instead
+        return _folded(queries, keys, values, visible(query_positions, positions, window, sinks), scale).contiguous()
+    live = int(length)
+    keys, values = keys[:, :, :live], values[:, :, :live]
+    if not consecutive or queries.shape[2] > 1 or (window is not None and live > window):
+        sees = visible(query_positions, positions[:, :, :live], window, sinks)
+        return _folded(queries, keys, values, sees, scale).contiguous()
+    if native.can_decode(queries, keys, values):
+        return native.decode(queries, keys, values, scale)
+    return _folded(queries, keys, values, None, scale).contiguous()
 
 
 @attend_live.register_fake
-def _(queries, keys, values, positions, query_positions, length, scale, window, sinks):
+def _(queries, keys, values, positions, query_positions, length, scale, window, sinks, consecutive):
     return queries.new_empty((*queries.shape[:3], values.shape[3]))

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from kvlab.hf_layout import ConfigError
+from kvlab.configs.hf_layout import ConfigError
 
 __all__ = ["ConfigError", "ModelConfig", "preset_names", "resolve"]
 LAYER_TYPES = ("full_attention", "sliding_attention", "chunked_attention")
@@ -76,8 +76,8 @@ class ModelConfig:
     @classmethod
     def from_dict(cls, raw: Mapping, name: str | None = None, source: str = "") -> ModelConfig:
         """Read a Hugging Face config; raises ConfigError naming what is missing, contradictory or unknown."""
-        from kvlab.hf_config import read
-        from kvlab.runnable import count_parameters, why_not
+        from kvlab.configs.hf_config import read
+        from kvlab.configs.runnable import count_parameters, why_not
 
         label = name or (isinstance(raw, Mapping) and raw.get("_name_or_path")) or "config"
         config = cls(name=str(label), source=source, **read(raw, str(label)))
@@ -184,7 +184,7 @@ def checkpoint_bytes(directory: Path) -> int | None:
 
 def preset_names() -> tuple[str, ...]:
     """Names of the models whose published shapes come with the package."""
-    from kvlab.presets import load
+    from kvlab.configs.presets import load
 
     return tuple(load())
 
@@ -194,7 +194,7 @@ def resolve(model: str) -> ModelConfig:
 
     Raises ConfigError when there is no such model, suggesting the closest presets.
     """
-    from kvlab.presets import load
+    from kvlab.configs.presets import load
 
     presets = load()
     key = str(model).strip().lower()
@@ -206,7 +206,7 @@ def resolve(model: str) -> ModelConfig:
     if key and path.exists():
         return ModelConfig.from_file(path)
     if key.count("/") == 1 and not key.startswith((".", "/", "~")) and not key.endswith((".json", ".gguf")):
-        from kvlab.hub import fetch
+        from kvlab.configs.hub import fetch
 
         file = fetch(str(model).strip(), "config.json")
         return replace(ModelConfig.from_file(file, name=model), hub_id=str(model), source=f"huggingface.co/{model}")

@@ -17,7 +17,7 @@ from kvlab.model.transformer import Transformer
 from kvlab.sampling import Sampler
 
 GREEDY = Sampler()
-PREFILL_CHUNK = 512  # tokens: bounds the scratch memory of a prompt, and the slack of sliding rings
+PREFILL_CHUNK = 2048  # tokens: bounds the scratch memory of a prompt, and the slack of sliding rings
 
 
 @dataclass(frozen=True)
@@ -152,8 +152,8 @@ def generate(
     check_request(model, prompt_ids, max_new_tokens)
     capacity = len(prompt_ids) + max_new_tokens
     if compile:
-        cache = build_cache(model.config, "static", capacity) if isinstance(cache, str) else cache
-    elif isinstance(cache, str):
+        cache = "static" if cache == "contiguous" else cache
+    if isinstance(cache, str):
         cache = None if cache == "none" else build_cache(model.config, cache, capacity)
     decode = CompiledStep(model, cache) if compile else None
     result = Generation(cache=cache, warmup_s=decode.warm_up() if decode else 0.0)

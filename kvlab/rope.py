@@ -36,8 +36,7 @@ def inverse_frequencies(
         raise ValueError(f"rope scaling {kind!r} cannot be run: {why}; supported: {', '.join(SCALINGS)}")
     if scaling.get("partial_rotary_factor", 1.0) != 1.0:
         raise ValueError(
-            f"partial_rotary_factor {scaling['partial_rotary_factor']} cannot be run: "
-            "kvlab rotates whole heads"
+            f"partial_rotary_factor {scaling['partial_rotary_factor']} cannot be run: kvlab rotates whole heads"
         )
     plain = 1.0 / theta ** (_arange(0, head_dim, 2) / head_dim)  # (D/2,)
     if kind == "linear":
@@ -49,9 +48,7 @@ def inverse_frequencies(
     return plain, 1.0
 
 
-def rope_tables(
-    positions: Tensor, inv_freq: Tensor, factor: float, dtype: torch.dtype
-) -> tuple[Tensor, Tensor]:
+def rope_tables(positions: Tensor, inv_freq: Tensor, factor: float, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     """Return cos and sin (B, 1, T, D) in `dtype` for positions (B, T); padding's −1 gives finite values."""
     angles = positions[..., None].to(torch.float32) * inv_freq.to(positions.device)  # (B, T, D/2)
     angles = torch.cat((angles, angles), dim=-1).unsqueeze(1)  # (B, 1, T, D)
@@ -82,9 +79,7 @@ def _llama3(plain: Tensor, scaling: Mapping, max_positions: int | None) -> Tenso
     """Llama 3.1: slow turns are stretched by `factor`, fast ones kept, those between blended."""
     factor, low, high = (_number(scaling, key) for key in ("factor", "low_freq_factor", "high_freq_factor"))
     if high <= low:
-        raise ValueError(
-            f"rope scaling 'llama3' needs high_freq_factor > low_freq_factor, got {high} and {low}"
-        )
+        raise ValueError(f"rope scaling 'llama3' needs high_freq_factor > low_freq_factor, got {high} and {low}")
     original = _original_positions(scaling, max_positions)
     wavelength = 2 * math.pi / plain  # tokens for one full turn
     stretched = torch.where(wavelength > original / low, plain / factor, plain)

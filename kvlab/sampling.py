@@ -60,9 +60,7 @@ class Sampler:
             mass = mass.masked_fill(before >= self.top_p, 0.0)
         return mass, ids
 
-    def pick(
-        self, logits: Tensor, generators: torch.Generator | Sequence[torch.Generator] | None = None
-    ) -> Tensor:
+    def pick(self, logits: Tensor, generators: torch.Generator | Sequence[torch.Generator] | None = None) -> Tensor:
         """Return one token id per row of logits (B, V) as int64 (B,).
 
         Each row draws one number from its own generator (`Sampler.generators`); greedy needs none and takes

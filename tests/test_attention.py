@@ -146,19 +146,21 @@ def test_values_may_be_the_keys_themselves():
         torch.testing.assert_close(out, attend(queries, twin, steps(4), scale=0.2))
 
 
-@pytest.mark.parametrize("window", [None, 2])
-def test_live_attention_reads_only_the_live_slots(window):
+@pytest.mark.parametrize("start", [None, 0], ids=["unplanned", "consecutive"])
+@pytest.mark.parametrize("window", [None, 2, 6])
+def test_live_attention_reads_only_the_live_slots(window, start):
     whole, queries = part(6), torch.randn(1, 4, 1, 8, dtype=torch.float64)
     buffer = [torch.cat([x, torch.full_like(x, 1e30)], 2) for x in (whole.keys, whole.values)]
     positions = torch.cat([whole.positions, torch.full_like(whole.positions, EMPTY)], 2)
-    live = DensePart(*buffer, positions, length=torch.tensor(6))
+    live = DensePart(*buffer, positions, start, length=torch.tensor(6))
     expected = attend(queries, (whole,), steps(5), scale=0.3, window=window)
     torch.testing.assert_close(attend(queries, (live,), steps(5), scale=0.3, window=window), expected)
 
 
 def test_live_attention_describes_itself_to_the_compiler():
     whole, queries = part(6, dtype=torch.float32), torch.randn(1, 4, 1, 8)
-    args = (queries, whole.keys, whole.values, whole.positions, torch.tensor([[5]]), torch.tensor(4), 0.3, None, 0)
+    tensors = (queries, whole.keys, whole.values, whole.positions, torch.tensor([[5]]), torch.tensor(4))
+    args = (*tensors, 0.3, None, 0, False)
     torch.library.opcheck(attend_live, args)
 
 

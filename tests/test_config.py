@@ -5,8 +5,8 @@ import json
 import pytest
 
 from configs import GEMMA_3, LLAMA, read
-from kvlab import hub
 from kvlab.config import ConfigError, ModelConfig, resolve
+from kvlab.configs import hub
 
 
 def test_head_dim_is_read_where_it_is_given_and_derived_where_it_is_not():

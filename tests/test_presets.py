@@ -2,8 +2,8 @@
 
 import pytest
 
-from kvlab import families
 from kvlab.config import preset_names, resolve
+from kvlab.configs import families
 
 
 @pytest.mark.parametrize(

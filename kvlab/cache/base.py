@@ -85,8 +85,7 @@ class NoCache(LayerCache):
     compilable = True
 
     def update(self, keys, values, step):
-        width = keys.shape[-1] if values is None else None
-        return (DensePart(keys, values, step.positions[:, None], step.start, value_width=width),)
+        return (DensePart(keys, values, step.positions[:, None], step.start),)
 
     def rewind(self, lengths):
         pass
@@ -158,7 +157,6 @@ class DenseCache(LayerCache):
         self.keys: Tensor | None = None  # (B, H_kv, C, D_k), C slots of capacity
         self.values: Tensor | None = None  # (B, H_kv, C, D_v), or None where keys are values too
         self.positions: Tensor | None = None  # (B, 1, C) int32
-        self.value_width: int | None = None
 
     @property
     def capacity(self) -> int:

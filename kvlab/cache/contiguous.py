@@ -31,12 +31,12 @@ class ContiguousCache(DenseCache):
             self.values[:, :, new] = values
         self.positions[:, :, new] = step.positions[:, None]
         self.length += T
-        return (self._part(keys.shape[3] if values is None else None),)
+        return (self._part(),)
 
-    def _part(self, value_width: int | None) -> DensePart:
+    def _part(self) -> DensePart:
         used = slice(0, self.length)
         values = None if self.values is None else self.values[:, :, used]
-        return DensePart(self.keys[:, :, used], values, self.positions[:, :, used], self.start, value_width=value_width)
+        return DensePart(self.keys[:, :, used], values, self.positions[:, :, used], self.start)
 
     def _grow(self, keys, values, needed):
         if needed <= self.capacity:

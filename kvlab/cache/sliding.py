@@ -42,14 +42,13 @@ class SlidingCache(DenseCache):
         self.positions[rows, 0, slots] = positions.to(torch.int32)
         self.uniform = self.uniform and step.start == self.length
         self.length += T
-        return (self._part(keys.shape[3] if values is None else None),)
+        return (self._part(),)
 
-    def _part(self, value_width):
+    def _part(self) -> DensePart:
         in_order = self.uniform and self.length <= self.ring  # not wrapped yet: slot i holds position i
         used = slice(0, self.length if in_order else self.ring)
         values = None if self.values is None else self.values[:, :, used]
-        start = 0 if in_order else None
-        return DensePart(self.keys[:, :, used], values, self.positions[:, :, used], start, value_width=value_width)
+        return DensePart(self.keys[:, :, used], values, self.positions[:, :, used], 0 if in_order else None)
 
     def _grow(self, keys, values, needed):
         if needed <= self.ring:

@@ -50,12 +50,8 @@ class StaticCache(DenseCache):
             self.values[:, :, new] = values
         self.positions[:, :, new] = step.positions[:, None]
         self.cursor.fill_(used)
-        stored = [x[:, :, :used] for x in self._tensors()]
-        return (self._part(stored[0], stored[1] if values is not None else None, self.positions[:, :, :used]),)
-
-    def _part(self, keys, values, positions):
-        width = keys.shape[3] if values is None else None
-        return DensePart(keys, values, positions, self.start, value_width=width)
+        live = None if values is None else self.values[:, :, :used]
+        return (DensePart(self.keys[:, :, :used], live, self.positions[:, :, :used], self.start),)
 
     def _update_in_graph(self, keys, values, step):
         slots = self.cursor + torch.arange(keys.shape[2], device=keys.device)  # (T,)
@@ -64,8 +60,7 @@ class StaticCache(DenseCache):
             self.values.index_copy_(2, slots, values)
         self.positions.index_copy_(2, slots, step.positions[:, None].to(torch.int32))
         self.cursor.add_(keys.shape[2])
-        width = keys.shape[3] if values is None else None
-        return (DensePart(self.keys, self.values, self.positions, length=self.cursor, value_width=width),)
+        return (DensePart(self.keys, self.values, self.positions, self.start, length=self.cursor),)
 
     def _used(self) -> int:
         return 0 if self.cursor is None else int(self.cursor)

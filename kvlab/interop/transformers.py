@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from importlib.metadata import PackageNotFoundError, version
 from time import perf_counter
 
 import torch
@@ -9,6 +10,15 @@ import torch
 from kvlab.config import ModelConfig
 from kvlab.model.transformer import Transformer
 from kvlab.model.weights import parts_of
+
+
+def usable() -> str | None:
+    """The installed version of transformers; None where it is missing or too old for `twin` (before 5)."""
+    try:
+        found = version("transformers")
+    except PackageNotFoundError:
+        return None
+    return found if int(found.split(".")[0]) >= 5 else None
 
 
 def twin(model: Transformer):
@@ -56,6 +66,19 @@ def unfused(model: Transformer) -> dict[str, torch.Tensor]:
             rows = [config.intermediate_size] * 2
         tensors.update(zip(parts, weight.split(rows), strict=True))
     return tensors
+
+
+def greedy(other, token_ids: list[int], count: int, *, use_cache: bool = True) -> tuple[list[int], int]:
+    """Greedy token ids by transformers' own `generate`, and the bytes of its cache (0 without one)."""
+    ids = torch.tensor([token_ids], device=other.device)
+    out = other.generate(
+        ids, attention_mask=torch.ones_like(ids), do_sample=False, max_new_tokens=count, min_new_tokens=count,
+        use_cache=use_cache, return_dict_in_generate=True,
+    )  # fmt: skip
+    name = "cache" if "cache" in list(out.keys()) else "past_key_values"  # its name before 5.24
+    layers = out[name].layers if use_cache else []
+    kept = sum(layer.keys.nbytes + layer.values.nbytes for layer in layers)
+    return out.sequences[0, len(token_ids) :].tolist(), kept
 
 
 def timed_tokens(other, token_ids: list[int], count: int) -> tuple[list[int], list[float]]:

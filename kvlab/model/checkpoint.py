@@ -6,7 +6,8 @@ Nothing here unpickles: a pickle can run any code, and safetensors and GGUF cann
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from math import isfinite
 from pathlib import Path
@@ -15,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from kvlab.config import ModelConfig
-from kvlab.hub import is_reachable
+from kvlab.configs.hub import is_reachable
 from kvlab.model.gguf_file import GGUFFile
 from kvlab.model.gguf_model import hugging_face_config, hugging_face_name, read_tensor
 from kvlab.model.safetensors_files import SafetensorsFiles, read_json
@@ -140,6 +141,22 @@ def fill(model: nn.Module, checkpoint: Checkpoint) -> None:
     One tensor is in memory beside the model at a time; dtype and device are the parameters' own. Raises
     CheckpointError for values that are not finite.
     """
+    with _one_thread():
+        _fill(model, checkpoint)
+
+
+@contextmanager
+def _one_thread() -> Iterator[None]:
+    """Waking torch's threads for each of hundreds of short copies took four times as long as the copies."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(threads)
+
+
+def _fill(model: nn.Module, checkpoint: Checkpoint) -> None:
     for name, parameter in model.named_parameters():
         parts = parts_of(name)
         for part, rows in zip(parts, parameter.split([checkpoint.shapes[part][0] for part in parts]), strict=True):

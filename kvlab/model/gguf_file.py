@@ -81,10 +81,7 @@ class GGUFFile:
         if not isinstance(alignment, int) or alignment < 1:
             raise cursor.corrupt(f"general.alignment is {alignment!r}")
         base = -(-cursor.place // alignment) * alignment
-        return {
-            name: self._entry(name, shape, kind, base + offset)
-            for name, (shape, kind, offset) in entries.items()
-        }
+        return {name: self._entry(name, shape, kind, base + offset) for name, (shape, kind, offset) in entries.items()}
 
     def _entry(self, name: str, shape: Shape, kind: int, start: int) -> TensorEntry:
         if kind not in set(GGMLQuantizationType):
@@ -124,15 +121,12 @@ class GGUFFile:
 
 def _read_counts(cursor: _Cursor) -> tuple[int, int]:
     if cursor.take(4) != b"GGUF":
-        raise CheckpointError(
-            f"{cursor.path} is not a GGUF file: it does not begin with 'GGUF'; download it again"
-        )
+        raise CheckpointError(f"{cursor.path} is not a GGUF file: it does not begin with 'GGUF'; download it again")
     version = cursor.number("<I")
     if version not in (2, 3):
         why = "is big-endian" if version & 0xFFFF == 0 else f"has version {version}"
         raise CheckpointError(
-            f"{cursor.path} {why}: kvlab reads little-endian GGUF 2 and 3; convert it again with "
-            "a current llama.cpp"
+            f"{cursor.path} {why}: kvlab reads little-endian GGUF 2 and 3; convert it again with a current llama.cpp"
         )
     return cursor.number("<Q"), cursor.number("<Q")
 
@@ -176,9 +170,7 @@ class _Cursor:
 
     def _array(self, kind: int, count: int) -> list:
         if kind == STRING:
-            return [
-                self.string() for _ in range(min(count, len(self.data)))
-            ]  # a wild count ends at the file's end
+            return [self.string() for _ in range(min(count, len(self.data)))]  # a wild count ends at the file's end
         if kind not in SCALARS:
             raise self.corrupt(f"a metadata array holds type {kind}")
         code = SCALARS[kind]

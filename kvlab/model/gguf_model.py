@@ -62,28 +62,10 @@ def hugging_face_config(file: GGUFFile) -> dict:
             f"{file.path}: GGUF architecture {architecture!r} cannot be run: kvlab reads "
             f"{', '.join(ARCHITECTURES)}; other models may load from safetensors"
         )
-    missing = [f"{architecture}.{key}" for key in _FIELDS if f"{architecture}.{key}" not in file.metadata]
-    if missing:
-        raise CheckpointError(
-            f"{file.path}: metadata {missing[0]} is missing: convert the model again with a current llama.cpp"
-        )
-    values = {
-        key.removeprefix(f"{architecture}."): value
-        for key, value in file.metadata.items()
-        if key.startswith(f"{architecture}.")
-    }
-    blocks = values["block_count"]
-    if not isinstance(blocks, int) or not 0 < blocks <= len(file.tensors):
-        raise CheckpointError(
-            f"{file.path}: metadata says {blocks} blocks, but the file has {len(file.tensors)} tensors: "
-            "it is corrupt; download it again"
-        )
-    if values.get("expert_count"):
-        raise CheckpointError(
-            f"{file.path}: a mixture of {values['expert_count']} experts cannot be run by kvlab"
-        )
-    config = {field: values[key] for key, field in _FIELDS.items()}
-    config |= {
+    prefix = f"{architecture}."
+    values = {key.removeprefix(prefix): value for key, value in file.metadata.items() if key.startswith(prefix)}
+    _check(values, prefix, file)
+    config = {field: values[key] for key, field in _FIELDS.items()} | {
         "model_type": architecture,
         "head_dim": _head_dim(file, values),
         "rope_theta": values.get("rope.freq_base", 10_000.0),
@@ -100,6 +82,22 @@ def hugging_face_config(file: GGUFFile) -> dict:
         config |= {"model_type": "mistral", "sliding_window": values["attention.sliding_window"]}
     scaling = _rope_scaling(file, config, values)
     return config | ({"rope_scaling": scaling} if scaling else {})
+
+
+def _check(values: Mapping, prefix: str, file: GGUFFile) -> None:
+    missing = [key for key in _FIELDS if key not in values]
+    if missing:
+        raise CheckpointError(
+            f"{file.path}: metadata {prefix}{missing[0]} is missing: convert the model again with a current llama.cpp"
+        )
+    blocks = values["block_count"]
+    if not isinstance(blocks, int) or not 0 < blocks <= len(file.tensors):
+        raise CheckpointError(
+            f"{file.path}: metadata says {blocks} blocks, but the file has {len(file.tensors)} tensors: "
+            "it is corrupt; download it again"
+        )
+    if values.get("expert_count"):
+        raise CheckpointError(f"{file.path}: a mixture of {values['expert_count']} experts cannot be run by kvlab")
 
 
 def read_tensor(file: GGUFFile, name: str, config: Mapping) -> Tensor:

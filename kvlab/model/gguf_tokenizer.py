@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers, processors
 
 from kvlab.model.gguf_file import GGUFFile
@@ -33,45 +35,38 @@ def backend_from_gguf(file: GGUFFile) -> tuple[Tokenizer, dict[str, str], str | 
 
     Raises CheckpointError for a tokenizer that is not byte-level BPE, or a splitting rule not listed here.
     """
-    values = {
-        key.removeprefix("tokenizer.ggml."): value
-        for key, value in file.metadata.items()
-        if key.startswith("tokenizer.ggml.")
-    }
-    kind, rule = values.get("model"), values.get("pre", "gpt-2")
-    if kind != "gpt2":
-        raise CheckpointError(
-            f"{file.path}: tokenizer {kind!r} is not supported in GGUF (only 'gpt2', byte-level BPE): "
-            "load the model from a directory with tokenizer.json"
-        )
-    if rule not in SPLITS:
-        raise CheckpointError(
-            f"{file.path}: tokenizer rule {rule!r} is not known (kvlab knows {', '.join(SPLITS)}): "
-            "load the model from a directory with tokenizer.json"
-        )
-    missing = [key for key in ("tokens", "merges") if not values.get(key)]
-    if missing:
-        raise CheckpointError(
-            f"{file.path}: metadata tokenizer.ggml.{missing[0]} is missing: convert it again"
-        )
+    prefix = "tokenizer.ggml."
+    values = {key.removeprefix(prefix): value for key, value in file.metadata.items() if key.startswith(prefix)}
+    rule = values.get("pre", "gpt-2")
+    _check(values, rule, file)
     tokens = values["tokens"]
     try:
         backend = _byte_level_bpe(tokens, values["merges"], SPLITS[rule])
     except Exception as error:  # the library raises nothing narrower
         reason = str(error).splitlines()[0]
-        raise CheckpointError(
-            f"{file.path}: tokens and merges do not fit together ({reason}): download it again"
-        ) from None
+        raise CheckpointError(f"{file.path}: tokens and merges do not fit ({reason}): download it again") from None
     _add_special_tokens(backend, tokens, values.get("token_type", ()))
-    specials = {
-        role: tokens[values[key]] for role, key in _ROLES.items() if values.get(key, -1) in range(len(tokens))
-    }
+    specials = {role: tokens[values[key]] for role, key in _ROLES.items() if values.get(key, -1) in range(len(tokens))}
     if values.get("add_bos_token") and "bos_token" in specials:
         bos = specials["bos_token"]
-        backend.post_processor = processors.TemplateProcessing(
-            single=f"{bos} $A", special_tokens=[(bos, values["bos_token_id"])]
-        )
+        opening = [(bos, values["bos_token_id"])]
+        backend.post_processor = processors.TemplateProcessing(single=f"{bos} $A", special_tokens=opening)
     return backend, specials, file.metadata.get("tokenizer.chat_template")
+
+
+def _check(values: Mapping, rule: str, file: GGUFFile) -> None:
+    instead = "load the model from a directory with tokenizer.json"
+    if values.get("model") != "gpt2":
+        raise CheckpointError(
+            f"{file.path}: tokenizer {values.get('model')!r} is not supported in GGUF "
+            f"(only 'gpt2', byte-level BPE): {instead}"
+        )
+    if rule not in SPLITS:
+        known = ", ".join(SPLITS)
+        raise CheckpointError(f"{file.path}: tokenizer rule {rule!r} is not known (kvlab knows {known}): {instead}")
+    missing = [key for key in ("tokens", "merges") if not values.get(key)]
+    if missing:
+        raise CheckpointError(f"{file.path}: metadata tokenizer.ggml.{missing[0]} is missing: convert it again")
 
 
 def _byte_level_bpe(tokens: list[str], merges: list[str], split: str | None) -> Tokenizer:

@@ -95,8 +95,7 @@ class SafetensorsFiles:
         if absent:
             more = f" (and {len(absent) - 1} more)" if len(absent) > 1 else ""
             raise CheckpointError(
-                f"{self.directory / absent[0]} is missing{more}, though {INDEX} names it: download "
-                "the checkpoint again"
+                f"{self.directory / absent[0]} is missing{more}, though {INDEX} names it: download the checkpoint again"
             )
         return files
 
@@ -106,15 +105,11 @@ def read_json(path: Path) -> dict:
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
-        raise CheckpointError(
-            f"{path} is missing: a checkpoint's directory needs it beside the weights"
-        ) from None
+        raise CheckpointError(f"{path} is missing: a checkpoint's directory needs it beside the weights") from None
     except (OSError, ValueError) as error:
         raise CheckpointError(f"{path} cannot be read as JSON ({_line(error)}); download it again") from None
     if not isinstance(content, dict):
-        raise CheckpointError(
-            f"{path} holds a {type(content).__name__} instead of a JSON object; download it again"
-        )
+        raise CheckpointError(f"{path} holds a {type(content).__name__} instead of a JSON object; download it again")
     return content
 
 

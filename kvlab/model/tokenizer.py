@@ -87,9 +87,7 @@ class Tokenizer:
         there is no template, or where it refuses the messages.
         """
         if self.chat_template is None:
-            raise ValueError(
-                "this tokenizer has no chat template: encode plain text, or use an instruct model"
-            )
+            raise ValueError("this tokenizer has no chat template: encode plain text, or use an instruct model")
         from kvlab.model.chat_template import render  # here: only chats need jinja2
 
         return render(self.chat_template, messages, self.specials, add_generation_prompt)

@@ -34,6 +34,17 @@ class LoadedModel:
     words: str
 
     @property
+    def device(self) -> torch.device:
+        """Where the weights are."""
+        return self.model.model.embed_tokens.weight.device
+
+    @property
+    def dtype(self) -> str:
+        """What the model runs in, as sizing names it: "fp32", "bf16" or "fp16" (the config says what was published)."""
+        running = self.model.model.embed_tokens.weight.dtype
+        return next(name for name, known in DTYPES.items() if known == running)
+
+    @property
     def stop_ids(self) -> tuple[int, ...]:
         """Tokens that end a text: the config's and the tokenizer's."""
         return tuple(

@@ -3,13 +3,23 @@
 from __future__ import annotations
 
 import json
+from functools import cache
 
 import pytest
 from typer.testing import CliRunner
 
 from kvlab.cli import app
+from kvlab.model import zoo
 
 PROMPT = ("generate", "smollm2-135m", "--prompt", "The capital of France is", "--max-new-tokens", "6", "--json")
+
+
+@pytest.fixture(scope="module", autouse=True)
+def loaded_once():
+    """The same model is asked for many times: read it once for each set of options."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(zoo, "load", cache(zoo.load))
+        yield
 
 
 def run(*arguments: str):

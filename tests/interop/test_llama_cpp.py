@@ -7,10 +7,10 @@ from dataclasses import replace
 import pytest
 import torch
 
+from kvlab.generate import generate
 from kvlab.interop.llama_cpp import LlamaCpp, write_gguf
 from kvlab.model.checkpoint import open_checkpoint
 from kvlab.model.transformer import Transformer
-from kvlab.generate import generate
 from tests.harness import tiny_config
 
 # llama.cpp's own limits: heads of at least 32, rows of 32

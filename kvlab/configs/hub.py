@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
-from kvlab.hf_layout import ConfigError
+from kvlab.configs.hf_layout import ConfigError
 
 PATIENCE_S = 5.0  # to learn whether the hub answers at all: the client itself would try six times, for 23 s
 

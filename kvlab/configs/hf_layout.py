@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from kvlab import families
+from kvlab.configs import families
 
 
 class ConfigError(ValueError):

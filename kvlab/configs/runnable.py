@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
-from kvlab.families import CANNOT_RUN, RUNNABLE
+from kvlab.configs.families import CANNOT_RUN, RUNNABLE
 
 if TYPE_CHECKING:  # the config calls these two functions, so it cannot be imported here
     from kvlab.config import ModelConfig

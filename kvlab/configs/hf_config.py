@@ -8,8 +8,8 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from kvlab import families
-from kvlab.hf_layout import ConfigError, count, layer_types, refuse_unknown_layouts, short, unknown
+from kvlab.configs import families
+from kvlab.configs.hf_layout import ConfigError, count, layer_types, refuse_unknown_layouts, short, unknown
 
 ALIASES = {
     "num_hidden_layers": ("n_layer", "n_layers", "num_layers"),
