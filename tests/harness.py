@@ -17,7 +17,10 @@ from kvlab.config import ModelConfig
 from kvlab.model.transformer import Transformer
 
 CAPACITY, WINDOW, LAYERS = 48, 6, 2
-KV_HEADS = {"mha": 4, "gqa": 2, "mqa": 1}
+KV_HEADS = {"mha": 4, "gqa": 2, "mqa": 1, "mla": 4}
+LATENT = dict(kv_lora_rank=10, qk_rope_head_dim=4, qk_nope_head_dim=6, v_head_dim=8)
+# numbers that one token adds to one layer
+STORED = {"mha": 2 * 4 * 8, "gqa": 2 * 2 * 8, "mqa": 2 * 1 * 8, "mla": 10 + 4}
 # relative to the largest logit; bf16 keeps 8 bits, and two layers add a few roundings
 TOLERANCE = {torch.float64: 1e-12, torch.float32: 1e-5, torch.bfloat16: 5e-2}
 
@@ -46,9 +49,10 @@ CACHES = {
 def tiny_config(attention: str = "gqa", window: int | None = None) -> ModelConfig:
     return ModelConfig(
         name=f"tiny-{attention}", model_type="llama", vocab_size=61, hidden_size=24, intermediate_size=40,
-        num_hidden_layers=LAYERS, num_attention_heads=4, num_key_value_heads=KV_HEADS[attention], head_dim=8,
-        max_position_embeddings=256, sliding_window=window,
+        num_hidden_layers=LAYERS, num_attention_heads=4, num_key_value_heads=KV_HEADS[attention],
+        head_dim=10 if attention == "mla" else 8, max_position_embeddings=256, sliding_window=window,
         layer_types=("sliding_attention" if window else "full_attention",) * LAYERS,
+        **(LATENT if attention == "mla" else {}),
     )  # fmt: skip
 
 

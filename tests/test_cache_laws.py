@@ -15,6 +15,7 @@ from tests.harness import (
     CAPACITY,
     KV_HEADS,
     LAYERS,
+    STORED,
     TOLERANCE,
     WINDOW,
     assert_close,
@@ -112,7 +113,7 @@ def test_payload_is_what_the_formula_says(kind, attention, dtype, length):
     holds = min(length, WINDOW) if kind is CACHES["sliding"] else length
     config = tiny_config(attention)  # without the window: `holds` is what the class promises to keep
     by_formula = sizing.bytes_ideal(config, context=holds, batch=batch, dtype="bf16") // 2 * dtype.itemsize
-    assert by_formula == 2 * LAYERS * KV_HEADS[attention] * 8 * holds * batch * dtype.itemsize
+    assert by_formula == LAYERS * STORED[attention] * holds * batch * dtype.itemsize
     assert cache.bytes().payload == by_formula
 
 

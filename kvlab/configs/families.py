@@ -7,7 +7,7 @@ def _each(names: str, value) -> dict:
     return dict.fromkeys(names.split(), value)
 
 
-RUNNABLE = ("llama", "mistral", "qwen2", "qwen3")  # what kvlab's own transformer computes
+RUNNABLE = ("llama", "mistral", "qwen2", "qwen3", "deepseek_v2", "deepseek_v3")  # what kvlab's own transformer computes
 CANNOT_RUN = {  # what kvlab's transformer lacks, for models that are often asked for
     "falcon": "attention and MLP in parallel, LayerNorm",
     "gemma": "scaled embeddings and its own norm",

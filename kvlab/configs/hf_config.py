@@ -183,6 +183,8 @@ def tokens_and_dtype(text: Mapping, name: str) -> dict:
 
 def experts(text: Mapping) -> dict:
     """Number of routed experts and how many a token uses; both None in a dense model."""
+    if (text.get("first_k_dense_replace") or 0) >= text["num_hidden_layers"]:
+        return {}  # DeepSeek: this many layers are dense, here all of them
     total = next((text[f] for f in ("num_local_experts", "n_routed_experts", "num_experts") if text.get(f)), None)
     used = text.get("num_experts_per_tok") or text.get("experts_per_token")
     return {"num_experts": total, "num_experts_per_tok": used} if total and used else {}

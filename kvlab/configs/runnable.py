@@ -22,7 +22,6 @@ def why_not(config: ModelConfig, raw: Mapping) -> str | None:
     scaling = (config.rope_scaling or {}).get("rope_type")
     reasons = (
         (config.model_type in CANNOT_RUN, CANNOT_RUN.get(config.model_type)),
-        (config.is_mla, "its multi-head latent attention is not run here"),
         (bool(config.num_experts), "mixture of experts"),
         (
             config.model_type not in RUNNABLE,
@@ -49,9 +48,23 @@ def count_parameters(config: ModelConfig) -> int | None:
     c = config
     if c.cannot_run is not None or c.vocab_size is None or c.intermediate_size is None:
         return None
-    queries, keys = c.num_attention_heads * c.head_dim, c.num_key_value_heads * c.head_dim
-    attention = c.hidden_size * (2 * queries + 2 * keys) + (queries + 2 * keys if c.attention_bias else 0)
-    norms = 2 * c.hidden_size + (2 * c.head_dim if c.qk_norm else 0)
-    layer = attention + 3 * c.hidden_size * c.intermediate_size + norms
+    attention = _mla_parameters(c) if c.is_mla else _gqa_parameters(c)
+    layer = attention + 3 * c.hidden_size * c.intermediate_size + 2 * c.hidden_size
     embeddings = c.vocab_size * c.hidden_size * (1 if c.tie_word_embeddings else 2)
     return embeddings + c.num_hidden_layers * layer + c.hidden_size
+
+
+def _gqa_parameters(c: ModelConfig) -> int:
+    queries, keys = c.num_attention_heads * c.head_dim, c.num_key_value_heads * c.head_dim
+    biases = queries + 2 * keys if c.attention_bias else 0
+    return c.hidden_size * (2 * queries + 2 * keys) + biases + (2 * c.head_dim if c.qk_norm else 0)
+
+
+def _mla_parameters(c: ModelConfig) -> int:
+    rank, query_rows = c.kv_lora_rank, c.num_attention_heads * (c.qk_nope_head_dim + c.qk_rope_head_dim)
+    queries = c.hidden_size * query_rows
+    if c.q_lora_rank is not None:
+        queries = c.q_lora_rank * (c.hidden_size + 1 + query_rows)
+    down = c.hidden_size * (rank + c.qk_rope_head_dim) + rank
+    up = rank * c.num_attention_heads * (c.qk_nope_head_dim + c.v_head_dim)
+    return queries + down + up + c.num_attention_heads * c.v_head_dim * c.hidden_size

@@ -12,6 +12,7 @@ from torch.nn import functional as F
 from kvlab.attention import Step, attend
 from kvlab.cache.base import KVCache, LayerCache, NoCache
 from kvlab.config import ModelConfig
+from kvlab.model.mla import LatentAttention
 from kvlab.rope import inverse_frequencies, rope_tables, rotate
 
 Tables = tuple[Tensor, Tensor]  # cosines and sines, each (B, 1, T, D)
@@ -64,7 +65,7 @@ class Layer(nn.Module):
     def __init__(self, config: ModelConfig, index: int):
         super().__init__()
         self.input_layernorm = nn.RMSNorm(config.hidden_size, config.rms_norm_eps)
-        self.self_attn = Attention(config, index)
+        self.self_attn = LatentAttention(config, index) if config.is_mla else Attention(config, index)
         self.post_attention_layernorm = nn.RMSNorm(config.hidden_size, config.rms_norm_eps)
         self.mlp = MLP(config)
 
@@ -99,8 +100,9 @@ class Transformer(nn.Module):
         if not config.tie_word_embeddings:
             self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
         frequencies, self.rope_factor = inverse_frequencies(
-            config.head_dim, config.rope_theta, config.rope_scaling, config.max_position_embeddings
-        )
+            config.qk_rope_head_dim or config.head_dim, config.rope_theta, config.rope_scaling,
+            config.max_position_embeddings,
+        )  # fmt: skip
         # not a parameter: it must stay fp32 whatever dtype the model is cast to
         self.rope_frequencies = frequencies
 

@@ -37,22 +37,45 @@ def expected_shapes(config: ModelConfig) -> dict[str, Shape]:
 
 def _layer_shapes(config: ModelConfig) -> dict[str, Shape]:
     hidden, inner = config.hidden_size, config.intermediate_size
-    query_rows = config.num_attention_heads * config.head_dim
-    key_rows = config.num_key_value_heads * config.head_dim
-    rows = {"q_proj": query_rows, "k_proj": key_rows, "v_proj": key_rows}
-    shapes: dict[str, Shape] = {f"self_attn.{name}.weight": (n, hidden) for name, n in rows.items()}
-    if config.attention_bias:
-        shapes |= {f"self_attn.{name}.bias": (n,) for name, n in rows.items()}
-    if config.qk_norm:
-        shapes |= {f"self_attn.{name}.weight": (config.head_dim,) for name in ("q_norm", "k_norm")}
-    return shapes | {
-        "self_attn.o_proj.weight": (hidden, query_rows),
+    attention = _latent_shapes(config) if config.is_mla else _attention_shapes(config)
+    return {f"self_attn.{name}": shape for name, shape in attention.items()} | {
         "mlp.gate_proj.weight": (inner, hidden),
         "mlp.up_proj.weight": (inner, hidden),
         "mlp.down_proj.weight": (hidden, inner),
         "input_layernorm.weight": (hidden,),
         "post_attention_layernorm.weight": (hidden,),
     }
+
+
+def _latent_shapes(config: ModelConfig) -> dict[str, Shape]:
+    hidden, heads, rank = config.hidden_size, config.num_attention_heads, config.kv_lora_rank
+    query_rows = heads * (config.qk_nope_head_dim + config.qk_rope_head_dim)
+    shapes: dict[str, Shape] = {"q_proj.weight": (query_rows, hidden)}
+    if config.q_lora_rank is not None:
+        shapes = {
+            "q_a_proj.weight": (config.q_lora_rank, hidden),
+            "q_a_layernorm.weight": (config.q_lora_rank,),
+            "q_b_proj.weight": (query_rows, config.q_lora_rank),
+        }
+    return shapes | {
+        "kv_a_proj_with_mqa.weight": (rank + config.qk_rope_head_dim, hidden),
+        "kv_a_layernorm.weight": (rank,),
+        "kv_b_proj.weight": (heads * (config.qk_nope_head_dim + config.v_head_dim), rank),
+        "o_proj.weight": (hidden, heads * config.v_head_dim),
+    }
+
+
+def _attention_shapes(config: ModelConfig) -> dict[str, Shape]:
+    hidden = config.hidden_size
+    query_rows = config.num_attention_heads * config.head_dim
+    key_rows = config.num_key_value_heads * config.head_dim
+    rows = {"q_proj": query_rows, "k_proj": key_rows, "v_proj": key_rows}
+    shapes: dict[str, Shape] = {f"{name}.weight": (n, hidden) for name, n in rows.items()}
+    if config.attention_bias:
+        shapes |= {f"{name}.bias": (n,) for name, n in rows.items()}
+    if config.qk_norm:
+        shapes |= {f"{name}.weight": (config.head_dim,) for name in ("q_norm", "k_norm")}
+    return shapes | {"o_proj.weight": (hidden, query_rows)}
 
 
 def check_shapes(found: Mapping[str, Shape], config: ModelConfig, where: str) -> None:

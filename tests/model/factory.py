@@ -12,6 +12,8 @@ from gguf.quants import quantize
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import (
     AutoModelForCausalLM,
+    DeepseekV2Config,
+    DeepseekV3Config,
     LlamaConfig,
     MistralConfig,
     PreTrainedConfig,
@@ -41,6 +43,12 @@ LLAMA3 = {
     "original_max_position_embeddings": 32,
 }
 YARN = {"rope_type": "yarn", "rope_theta": 10_000.0, "factor": 4.0, "original_max_position_embeddings": 32}
+MLA = {
+    "num_key_value_heads": 6, "kv_lora_rank": 20, "qk_rope_head_dim": 8, "qk_nope_head_dim": 12, "v_head_dim": 10,
+    "first_k_dense_replace": 3,  # every layer is dense: kvlab has no experts
+    "head_dim": 8,
+}  # fmt: skip
+MLA_YARN = {**YARN, "factor": 8.0, "mscale": 0.707, "mscale_all_dim": 1.0}
 LINEAR = {"rope_type": "linear", "rope_theta": 10_000.0, "factor": 2.5}
 
 FAMILIES: dict[str, tuple[type[PreTrainedConfig], dict]] = {
@@ -56,6 +64,10 @@ FAMILIES: dict[str, tuple[type[PreTrainedConfig], dict]] = {
     "qwen2": (Qwen2Config, {"rope_parameters": {"rope_type": "default", "rope_theta": 1_000_000.0}}),
     "qwen2-sliding": (Qwen2Config, {"use_sliding_window": True, "sliding_window": 7, "max_window_layers": 1}),
     "qwen3": (Qwen3Config, {"head_dim": 16, "tie_word_embeddings": True}),
+    "deepseek-v2": (DeepseekV2Config, {**MLA, "q_lora_rank": None}),
+    "deepseek-v3": (DeepseekV3Config, {**MLA, "q_lora_rank": 16}),
+    "deepseek-v2-yarn": (DeepseekV2Config, {**MLA, "q_lora_rank": 16, "rope_parameters": MLA_YARN}),
+    "deepseek-v3-yarn": (DeepseekV3Config, {**MLA, "q_lora_rank": 16, "rope_parameters": MLA_YARN}),
 }
 
 
