@@ -45,9 +45,14 @@ class Step:
         """Look at the positions once, so that layers need not: reading a GPU tensor makes the CPU wait."""
         if positions.dim() != 2 or positions.numel() == 0:
             raise ValueError(f"positions must be (B, T) with at least one token, got shape {tuple(positions.shape)}")
+        if positions.dtype not in (torch.int32, torch.int64):
+            raise ValueError(f"positions must be int32 or int64, got {positions.dtype}")
         first = positions[0, 0]
         consecutive = first + torch.arange(positions.shape[1], device=positions.device)
         uniform = bool((positions == consecutive).all()) and int(first) >= 0
+        lowest, highest = (0, consecutive[-1]) if uniform else positions.aminmax()
+        if int(lowest) < EMPTY or int(highest) > 2**31 - 1:  # caches store them as int32
+            raise ValueError(f"positions must be {EMPTY} (padding) or 0 to 2^31 - 1: {int(lowest)} to {int(highest)}")
         return cls(positions, int(first) if uniform else None, prompt_ends)
 
 

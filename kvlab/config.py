@@ -7,11 +7,12 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from kvlab.configs.hf_layout import ConfigError
+from kvlab.configs.hf_layout import ConfigError, short
 
 __all__ = ["ConfigError", "ModelConfig", "preset_names", "resolve"]
 LAYER_TYPES = ("full_attention", "sliding_attention", "chunked_attention")
 DTYPES = ("fp32", "bf16", "fp16", "fp8")
+LARGEST = 10**15  # of any count: beyond it a file is wrong, and numbers leave the range of floats
 
 
 @dataclass(frozen=True)
@@ -96,8 +97,8 @@ class ModelConfig:
                 f"{file}: sizing reads a config.json, not a GGUF file: give the original model's config.json"
             )
         try:
-            raw = json.loads(file.read_text(encoding="utf-8"))
-        except (UnicodeDecodeError, json.JSONDecodeError, RecursionError) as error:
+            raw = json.loads(file.read_text(encoding="utf-8-sig"))  # some editors put a mark in front
+        except (ValueError, RecursionError) as error:  # also a number of thousands of digits
             raise ConfigError(f"{file}: not valid JSON ({str(error).splitlines()[0]}): is it a config.json?") from None
         label = name or str(path if path.is_dir() else file)
         config = cls.from_dict(raw, name=label, source=str(file))
@@ -121,8 +122,9 @@ def _check_counts(c: ModelConfig) -> None:
         value = getattr(c, field)
         if value is None and field in optional:
             continue
-        if type(value) is not int or value < 1:
-            raise ConfigError(f"{c.name}: {field} must be a positive whole number, not {value!r}: mend the config")
+        if type(value) is not int or not 1 <= value <= LARGEST:
+            wrong = short(repr(value))
+            raise ConfigError(f"{c.name}: {field} must be a positive whole number, not {wrong}: mend the config")
 
 
 def _check_heads(c: ModelConfig) -> None:
@@ -177,7 +179,7 @@ def checkpoint_bytes(directory: Path) -> int | None:
     if index.is_file():
         try:
             return int(json.loads(index.read_text(encoding="utf-8"))["metadata"]["total_size"])
-        except (ValueError, KeyError, TypeError):
+        except (ValueError, KeyError, TypeError, OverflowError):
             pass  # an index without a total: the files tell
     return sum(f.stat().st_size for f in directory.glob("*.safetensors")) or None
 

@@ -7,7 +7,7 @@ from dataclasses import asdict, dataclass
 
 from kvlab.config import ModelConfig
 from kvlab.schemes import BLOCKS, parse
-from kvlab.sizing import GIB, SizingError, max_batch, max_context, weights_bytes
+from kvlab.sizing import GIB, SizingError, check_counts, max_batch, max_context, weights_bytes
 
 LONG = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
 # Cache dtypes of each engine, by its own documentation; what it calls each of them.
@@ -69,6 +69,7 @@ def make_plan(
 
     The launch line is for `context` and `batch` where these fit, else for the longest context that does.
     """
+    check_counts(context=context, batch=batch)
     dtype = config.dtype if dtype is None else dtype
     weights = weights_bytes(config) if weights is None else weights
     budget = _left_for_cache(config, memory_bytes, weights, reserve_bytes)

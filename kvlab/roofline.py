@@ -73,8 +73,8 @@ def phases(
     small it is (launches, Python), measured by the caller. Raises SizingError where parameters are not known.
     """
     check_counts(prompt=prompt, batch=batch)
-    if not overhead_s >= 0:
-        raise SizingError(f"overhead must not be negative, not {overhead_s!r} s")
+    if not 0 <= overhead_s < float("inf"):
+        raise SizingError(f"overhead must be a finite time of at least 0 s, not {overhead_s!r} s")
     held = bytes_ideal(config, prompt, batch, dtype, mla_layout)
     cache_traffic = {"prefill": held, "decode": held + batch * bytes_per_token(config, dtype, mla_layout)}
     answer = {}
@@ -117,10 +117,11 @@ def attention_flops(config: ModelConfig, context: int, new: int, mla_layout: str
 
 def pairs(context: int, new: int, layer_type: str = "full_attention", most: int | None = None) -> int:
     """(query, key) pairs that a causal layer scores for the last `new` of `context` tokens."""
-    if layer_type == "chunked_attention":
-        return sum(p % most + 1 for p in range(context - new, context))
 
-    def upto(n: int) -> int:  # sum of min(p, most) for p = 1..n
+    def upto(n: int) -> int:  # sum of min(p, most) for p = 1..n; chunks: of 1, 2, ..., most, 1, 2, ...
+        if layer_type == "chunked_attention":
+            whole, rest = divmod(n, most)
+            return whole * (most * (most + 1) // 2) + rest * (rest + 1) // 2
         short = n if most is None else min(n, most)
         return short * (short + 1) // 2 + (n - short) * short
 

@@ -91,6 +91,8 @@ def _llama3(plain: Tensor, scaling: Mapping, max_positions: int | None) -> Tenso
 
 def _yarn(head_dim: int, theta: float, scaling: Mapping, max_positions: int | None) -> tuple[Tensor, float]:
     """YaRN (Peng et al. 2023, arXiv:2309.00071): fast dimensions are kept, slow ones interpolated."""
+    if theta <= 1:
+        raise ValueError(f"rope scaling 'yarn' needs rope_theta above 1, got {theta}")
     original = _original_positions(scaling, max_positions)
     if scaling.get("factor") is None and max_positions:
         scaling = {**scaling, "factor": max_positions / original}
@@ -99,7 +101,7 @@ def _yarn(head_dim: int, theta: float, scaling: Mapping, max_positions: int | No
     def dimension_of(turns: float) -> float:  # which dimension turns so often over the original context
         return head_dim * math.log(original / (turns * 2 * math.pi)) / (2 * math.log(theta))
 
-    low, high = dimension_of(scaling.get("beta_fast") or 32), dimension_of(scaling.get("beta_slow") or 1)
+    low, high = (dimension_of(_number(scaling, key, other)) for key, other in (("beta_fast", 32), ("beta_slow", 1)))
     if scaling.get("truncate", True):
         low, high = math.floor(low), math.ceil(high)
     low, high = max(low, 0), min(high, head_dim - 1)
@@ -117,9 +119,9 @@ def _yarn_attention_factor(scaling: Mapping, factor: float) -> float:
         return 1.0 if factor <= 1 else 0.1 * weight * math.log(factor) + 1.0
 
     if scaling.get("attention_factor") is not None:
-        return float(scaling["attention_factor"])
+        return float(_number(scaling, "attention_factor"))
     if scaling.get("mscale") and scaling.get("mscale_all_dim"):
-        return mscale(scaling["mscale"]) / mscale(scaling["mscale_all_dim"])
+        return mscale(_number(scaling, "mscale")) / mscale(_number(scaling, "mscale_all_dim"))
     return mscale(1.0)
 
 
@@ -133,8 +135,9 @@ def _original_positions(scaling: Mapping, max_positions: int | None) -> float:
     return _number({key: max_positions, **{k: v for k, v in scaling.items() if k == key}}, key)
 
 
-def _number(scaling: Mapping, key: str) -> float:
-    value = scaling.get(key)
+def _number(scaling: Mapping, key: str, default: float | None = None) -> float:
+    """A positive number under `key`; `default` where there is none, null or 0."""
+    value = scaling.get(key) if default is None else scaling.get(key) or default
     if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < math.inf:
         raise ValueError(f"rope scaling needs a positive number under {key!r}, got {value!r}")
     return value

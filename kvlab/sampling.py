@@ -51,7 +51,7 @@ class Sampler:
         ordered, ids = logits.to(torch.float32).sort(dim=-1, descending=True, stable=True)  # (B, V)
         if self.temperature > 0:
             # The highest is subtracted before dividing: a tiny temperature then gives −inf, never inf − inf.
-            ordered = (ordered - ordered[:, :1]) / self.temperature
+            ordered = (ordered - ordered[:, :1]) / max(self.temperature, torch.finfo(torch.float32).tiny)
         if self.top_k is not None:
             ordered[:, self.top_k :] = -math.inf
         mass = ordered.softmax(dim=-1)

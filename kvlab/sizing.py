@@ -13,7 +13,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from fractions import Fraction
 
-from kvlab.config import ModelConfig
+from kvlab.config import LARGEST, ModelConfig
 from kvlab.schemes import Scheme, parse
 
 GIB = 2**30
@@ -211,7 +211,9 @@ def _without_residual(scheme: Scheme) -> Scheme:
 
 
 def check_counts(**counts: int) -> None:
-    """Raise SizingError naming the first of `counts` that is not a whole number of at least 1."""
+    """Raise SizingError naming the first of `counts` that is not a whole number from 1 to LARGEST."""
     for name, value in counts.items():
         if type(value) is not int or value < 1:
             raise SizingError(f"{name} must be a whole number of at least 1, not {value!r}")
+        if value > LARGEST:
+            raise SizingError(f"{name} must be at most {LARGEST:,}, not a number of {len(str(value))} digits")

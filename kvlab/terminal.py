@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import sys
 
 import typer
 from typer.core import TyperGroup
+
+from kvlab.configs.hf_layout import one_line
 
 GIB = 2**30
 _UsageError, _ClickException = typer.BadParameter.__mro__[1:3]  # click's, wherever this version of typer keeps them
@@ -55,11 +58,6 @@ def _message(error: Exception) -> str:
     return f"internal error, please report it: {what} (KVLAB_DEBUG=1 shows the traceback)"
 
 
-def one_line(text: str) -> str:
-    """The text without line breaks."""
-    return " ".join(str(text).split())
-
-
 def warn(text: str) -> None:
     """A warning on stderr: the answer on stdout stands."""
     print(f"warning: {one_line(text)}", file=sys.stderr)
@@ -71,22 +69,40 @@ def print_json(answer: dict | list) -> None:
 
 
 def print_table(title: str, columns: list[str], lines: list[list[str]], right: tuple[int, ...] = ()) -> None:
-    """A table for people; `right` are the indices of right-aligned columns."""
+    """A table for people; `right` are the indices of right-aligned columns, whose numbers stay on one line."""
     from rich import box
     from rich.console import Console
     from rich.table import Table
 
-    table = Table(title=title, title_justify="left", title_style="bold", box=box.SIMPLE_HEAD, show_header=any(columns))
+    def add(i: int, column: str) -> None:  # of columns with numbers only the title may take several lines
+        kept = max([len(line[i]) for line in lines] + [len(word) for word in column.split()]) if right else None
+        table.add_column(
+            column,
+            justify="right" if i in right else "left",
+            overflow="fold",
+            min_width=kept if i in right or i == 0 else None,
+        )
+
+    table = Table(
+        title=title, title_justify="left", title_style="bold", box=box.SIMPLE_HEAD, show_header=any(columns),
+        padding=(0, 1, 0, 0),
+    )  # fmt: skip
     for i, column in enumerate(columns):
-        table.add_column(column, justify="right" if i in right else "left", overflow="fold")
+        add(i, column)
     for line in lines:
         table.add_row(*line)
-    Console(width=None if sys.stdout.isatty() else 140, highlight=False, markup=False).print(table)
+    Console(width=width(), highlight=False, markup=False).print(table)
+
+
+def width() -> int:
+    """Columns to print in: the terminal's, and 140 into a file or a pipe."""
+    return shutil.get_terminal_size().columns if sys.stdout.isatty() else 140
 
 
 def amount(size: int) -> str:
-    """Bytes for people: GiB with the unit, the exact number beside."""
-    return f"{size / GIB:,.3f} GiB ({size:,} bytes)"
+    """Bytes for people: GiB (small ones in MiB) with the unit, the exact number beside."""
+    small = size < GIB / 100
+    return f"{size / (2**20 if small else GIB):,.3f} {'MiB' if small else 'GiB'} ({size:,} bytes)"
 
 
 def seconds(time_s: float) -> str:

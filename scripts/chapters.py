@@ -23,6 +23,8 @@ if importlib.util.find_spec("kvlab") is None:
     print("kvlab is not installed: run `make book` in the course's folder, then use its .venv.")"""
 KERNEL = {"display_name": "Python 3", "language": "python", "name": "python3"}
 LANGUAGE = {"name": "python", "file_extension": ".py", "pygments_lexer": "ipython3"}
+# Threads that wait should sleep: where other work shares the cores, spinning ones make a small model ten times slower.
+KERNEL_ENVIRONMENT = {"OMP_WAIT_POLICY": "passive"}
 # ipykernel says this on stderr in every kernel; it is no output of the chapter.
 KERNEL_NOISE = re.compile(r"^.*TCP.*without encryption.*\n?", re.M)
 METADATA = ("mystnb", "tags")  # what a cell may say about itself

@@ -8,6 +8,7 @@ is written, and the exit status is 1 when a fact would change.
 import argparse
 import difflib
 import itertools
+import os
 import sys
 import time
 from pathlib import Path
@@ -15,7 +16,7 @@ from pathlib import Path
 from nbclient import NotebookClient
 from nbformat import NotebookNode
 
-from chapters import chapters, facts, normalise, read, text, write
+from chapters import KERNEL_ENVIRONMENT, chapters, facts, normalise, read, text, write
 
 
 def execute(notebook: NotebookNode, folder: Path, timeout_s: int = 300) -> NotebookNode:
@@ -70,6 +71,7 @@ def main() -> int:
     parser.add_argument("--check", action="store_true", help="write nothing, exit 1 when a fact changes")
     parser.add_argument("--rewrite", action="store_true", help="take over new timings and figures too")
     options = parser.parse_args()
+    os.environ.update(KERNEL_ENVIRONMENT)
     wanted = [p for p in chapters() if not options.only or p.name.startswith(tuple(options.only))]
     if options.only and not wanted:
         parser.error(f"no chapter starts with {' or '.join(options.only)}")

@@ -4,12 +4,13 @@ The notebooks are copied away from the checkout, so that their kernels import kv
 as a reader's would; that is checked before anything runs.
 """
 
+import os
 import shutil
 import subprocess
 import sys
 from pathlib import Path
 
-from chapters import FOLDER, chapters
+from chapters import FOLDER, KERNEL_ENVIRONMENT, chapters
 from stamps import BUILD, ROOT
 
 STAGE = BUILD / "nbval"
@@ -46,7 +47,8 @@ def main() -> int:
         *("--nbval-sanitize-with", ROOT / ".ci" / "nbval_sanitize.cfg"),
         *paths,
     ]
-    return subprocess.run([str(part) for part in command], cwd=STAGE).returncode
+    environment = os.environ | KERNEL_ENVIRONMENT
+    return subprocess.run([str(part) for part in command], cwd=STAGE, env=environment).returncode
 
 
 if __name__ == "__main__":

@@ -8,34 +8,80 @@ from functools import cache as memoize
 
 import torch
 
-from kvlab.attention import EMPTY, Step
-from kvlab.cache.base import DenseCache, KVCache, LayerCache
+from kvlab.attention import EMPTY, DensePart, Step
+from kvlab.cache.base import KVCache, LayerCache
 from kvlab.cache.contiguous import ContiguousCache
+from kvlab.cache.dense import DenseCache
+from kvlab.cache.quantized import QuantizedCache
 from kvlab.cache.sliding import SlidingCache
 from kvlab.cache.static import StaticCache
+from kvlab.codecs import Codec
 from kvlab.config import ModelConfig
 from kvlab.model.transformer import Transformer
+from kvlab.quantization import kivi_split, quantize
 
 CAPACITY, WINDOW, LAYERS = 48, 6, 2
 KV_HEADS = {"mha": 4, "gqa": 2, "mqa": 1, "mla": 4}
-LATENT = dict(kv_lora_rank=10, qk_rope_head_dim=4, qk_nope_head_dim=6, v_head_dim=8)
+LATENT = dict(kv_lora_rank=12, qk_rope_head_dim=4, qk_nope_head_dim=6, v_head_dim=8)
 # numbers that one token adds to one layer
-STORED = {"mha": 2 * 4 * 8, "gqa": 2 * 2 * 8, "mqa": 2 * 1 * 8, "mla": 10 + 4}
+STORED = {"mha": 2 * 4 * 8, "gqa": 2 * 2 * 8, "mqa": 2 * 1 * 8, "mla": 12 + 4}
 # relative to the largest logit; bf16 keeps 8 bits, and two layers add a few roundings
 TOLERANCE = {torch.float64: 1e-12, torch.float32: 1e-5, torch.bfloat16: 5e-2}
 
 
 @dataclass(frozen=True)
 class Kind:
-    """A cache under test: how to make one layer of it, and the window its model declares."""
+    """A cache under test: how to make one layer of it, and the window its model declares.
+
+    oracle  makes a layer of what a lossy cache must equal; None where that is no cache at all
+    scheme  what kvlab.sizing calls the way it stores
+    aligned rows must be equally long and have no padding
+    """
 
     make: Callable[[], LayerCache]
     window: int | None = None
+    oracle: Callable[[], LayerCache] | None = None
+    scheme: str | None = None
+    aligned: bool = False
 
     def build(self) -> KVCache:
         return KVCache([self.make() for _ in range(LAYERS)])
 
+    def expected(self, model: Transformer, ids: torch.Tensor, chunks: Sequence[int] | None = None) -> torch.Tensor:
+        """The logits that this cache must give: naive ones, or for a lossy cache its oracle's."""
+        if self.oracle is None:
+            return naive(model, ids)
+        return in_chunks(model, ids, KVCache([self.oracle() for _ in range(LAYERS)]), chunks or [ids.shape[1]])
 
+
+class Dequantized(ContiguousCache):
+    """The oracle of a quantising cache: numbers in full precision, and a view of them as if they had been codes."""
+
+    exact = False
+
+    def __init__(self, keys: Codec, values: Codec, residual: int = 0):
+        super().__init__()
+        self.codecs, self.residual = (keys, values), residual
+
+    def update(self, keys, values, step):
+        before = self.length
+        part = super().update(keys, values, step)[0]
+        counts = kivi_split(before, self.residual) if self.residual else (self.length, self.length)
+        keys, values = (
+            x if x is None or not n else torch.cat([quantize(x[:, :, :n], codec).dequantize(x.dtype), x[:, :, n:]], 2)
+            for x, n, codec in zip((part.keys, part.values), counts, self.codecs, strict=True)
+        )
+        return (DensePart(keys, values, part.positions),)
+
+
+def quantized(keys: Codec, values: Codec, residual: int = 0, scheme: str | None = None, window: int | None = None):
+    def oracle():
+        return Dequantized(keys, values, residual)
+
+    return Kind(lambda: QuantizedCache(keys, values, residual), window, oracle, scheme, aligned=residual > 0)
+
+
+INT8 = Codec("affine", 8, 8)
 CACHES = {
     "contiguous": Kind(ContiguousCache),
     "static": Kind(lambda: StaticCache(CAPACITY)),
@@ -43,7 +89,17 @@ CACHES = {
     "static, model with a window": Kind(lambda: StaticCache(CAPACITY), WINDOW),
     "sliding": Kind(lambda: SlidingCache(WINDOW), WINDOW),
     "sliding, window of everything": Kind(lambda: SlidingCache(CAPACITY)),
+    "quantized, residual of everything": Kind(lambda: QuantizedCache.kivi(2, 4, CAPACITY), aligned=True),
+    "int8": quantized(INT8, INT8, scheme="int8-g8"),
+    "int8, model with a window": quantized(INT8, INT8, scheme="int8-g8", window=WINDOW),
+    "int4": quantized(Codec("affine", 4, 4), Codec("affine", 4, 4), scheme="int4-g4"),
+    "fp8": quantized(Codec("e4m3"), Codec("e4m3")),
+    "int4 keys, symmetric int8 values": quantized(Codec("affine", 4), Codec("symmetric", 8)),
+    "kivi4": quantized(Codec("affine", 4, 4, "tokens"), Codec("affine", 4, 4), 8, scheme="kivi4-g4"),
+    "kivi2": quantized(Codec("affine", 2, 4, "tokens"), Codec("affine", 2, 4), 4, scheme="kivi2-g4"),
 }
+EXACT = {name: kind for name, kind in CACHES.items() if kind.oracle is None}
+LOSSY = {name: kind for name, kind in CACHES.items() if kind.oracle is not None}
 
 
 def tiny_config(attention: str = "gqa", window: int | None = None) -> ModelConfig:
@@ -108,15 +164,29 @@ def pad(rows: Sequence[torch.Tensor], width: int, side: str) -> tuple[torch.Tens
 
 
 def poison(cache: KVCache, value: float = 1e30) -> int:
-    """Write `value` into every unused slot of every dense layer; returns how many slots that were."""
-    count = 0
-    for layer in cache.layers:
-        if isinstance(layer, DenseCache) and layer.positions is not None:
-            unused = layer.positions < 0  # (B, 1, C)
-            count += int(unused.sum())
-            for stored in layer._tensors():
-                stored.masked_fill_(unused[..., None], value)
-    return count
+    """Write `value` into every unused slot of every layer; returns how many slots that were."""
+    return sum(_poison(stored, unused, value) for layer in cache.layers for stored, unused in unused_slots(layer))
+
+
+def _poison(stored: torch.Tensor, unused: torch.Tensor, value: float) -> int:
+    stored.masked_fill_(unused, 126 if stored.dtype == torch.uint8 else value)  # 126: e4m3's largest number
+    return int(unused.sum())
+
+
+def unused_slots(layer: LayerCache) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    """Each stored tensor (B, H_kv, C, D) of a layer with its unused slots (B, 1, C, 1)."""
+    if isinstance(layer, DenseCache):
+        return [(x, layer.positions[..., None] < 0) for x in layer._tensors() if layer.positions is not None]
+    answer = []
+    for store in layer._stores():
+        empty, count = layer.positions[..., None] < 0, store.quantized
+        parts = [(store.codes, empty[:, :, :count]), (store.tail, empty[:, :, count:])]
+        groups = empty[:, :, : count : store.per]  # groups along tokens are full, and never empty
+        for buffer, unused in [*parts, (store.scales, groups), (store.minima, groups)]:
+            if buffer.data is not None:
+                beyond = torch.ones_like(buffer.data[:, :1, buffer.used :, :1], dtype=torch.bool)
+                answer.append((buffer.data, torch.cat([unused, beyond], 2)))
+    return answer
 
 
 def assert_close(actual: torch.Tensor, expected: torch.Tensor) -> None:

@@ -16,10 +16,11 @@ FILES = sorted(PACKAGE.rglob("*.py"))
 FLOORS = {
     6: "cli commands terminal __main__",
     5: "evaluation homework",
-    4: "generate engine widgets interop peers",
+    4: "generate training engine widgets interop peers",
     3: "model roofline planning",
     2: "cache sizing",
-    1: "native attention quantization rope sampling plots config hardware schemes configs",
+    1: "native attention attention_quantized quantization codecs packing rope sampling plots config hardware schemes "
+    "configs",
 }
 FLOOR_OF = {room: floor for floor, rooms in FLOORS.items() for room in rooms.split()}
 WITHOUT_TORCH = [

@@ -105,6 +105,8 @@ BAD = [
     (("size", "llama-3-8b", "--context", "0"), "context must be a whole number of at least 1, not 0"),
     (("size", "llama-3-8b", "--context", "-5"), "not -5"),
     (("size", "llama-3-8b", "--context", "8", "--batch", "0"), "batch"),
+    (("size", "llama-3-8b", "--context", "1" + "0" * 400), "context must be at most"),
+    (("size", "llama-3-8b", "--context", "8", "--dtype", ""), "unknown dtype ''"),
     (("size", "llama-3-8b", "--context", "8", "--block-size", "-1"), "block_size"),
     (("size", "llama-3-8b", "--context", "8", "--dtype", "int3"), "int3"),
     (("size", "llama-3-8b", "--context", "8", "--mla-layout", "both"), "latent, expanded"),
@@ -115,6 +117,8 @@ BAD = [
     (("plan", "llama-3-70b", "--memory-gib", "80"), "leave nothing of 80.00 GiB"),
     (("plan", "llama-3-8b", "--memory-gib", "-1"), "--memory-gib"),
     (("plan", "llama-3-8b", "--memory-gib", "nan"), "--memory-gib"),
+    (("plan", "llama-3-8b", "--memory-gib", "1e300"), "--memory-gib"),
+    (("plan", "llama-3-8b", "--memory-gib", "24", "--context", "1" + "0" * 400), "context must be at most"),
     (("plan", "llama-3-8b", "--memory-gib", "inf"), "--memory-gib"),
     (("plan", "llama-3-8b", "--memory-gib", "24", "--reserve-gib", "-1"), "--reserve-gib"),
     (("plan", "llama-3-8b", "--memory-gib", "24", "--engine", "tgi"), "unknown engine 'tgi'"),
@@ -123,6 +127,9 @@ BAD = [
     (("roofline", "llama-3-8b", "--hardware", "h999", "--prompt", "8"), "h999"),
     (("roofline", "llama-3-8b", "--hardware", "this", "--prompt", "8"), "not known"),
     (("roofline", "llama-3-8b", "--hardware", "h100", "--prompt", "0"), "prompt must be"),
+    (("roofline", "llama-3-8b", "--hardware", "h100", "--prompt", "1" + "0" * 310), "prompt must be at most"),
+    (("roofline", "llama-3-8b", "--hardware", "h100", "--prompt", "8", "--overhead-ms", "inf"), "overhead"),
+    (("roofline", "llama-3-8b", "--hardware", "h100", "--prompt", "8", "--bandwidth-gb-per-s", "1e300"), "bandwidth"),
     (("roofline", "llama-3-8b", "--hardware", "h100", "--prompt", "8", "--tflops", "0"), "--tflops"),
 ]
 

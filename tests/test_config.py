@@ -6,7 +6,7 @@ import pytest
 
 from configs import GEMMA_3, LLAMA, read
 from kvlab.config import ConfigError, ModelConfig, resolve
-from kvlab.configs import hub
+from kvlab.configs import families, hub
 
 
 def test_head_dim_is_read_where_it_is_given_and_derived_where_it_is_not():
@@ -102,6 +102,12 @@ def test_older_names():
     assert ModelConfig.from_dict(mpt).num_key_value_heads == 8
 
 
+def test_one_kv_head_where_the_config_says_multi_query():
+    for other in ({"model_type": "RefinedWebModel", "multi_query": True}, {"attention_head_type": "multiquery"}):
+        assert read(num_key_value_heads="absent", **other).num_key_value_heads == 1
+    assert read(multi_query=True).num_key_value_heads == 8  # Falcon 40B says both
+
+
 def sliding(**changes) -> list[int]:
     c = read(**changes)
     return [i for i, kind in enumerate(c.layer_types) if kind == "sliding_attention"]
@@ -133,6 +139,9 @@ def test_mla_fields():
     c = resolve("deepseek-v2")
     assert (c.kv_lora_rank, c.qk_rope_head_dim, c.head_dim, c.v_head_dim) == (512, 64, 192, 128)
     assert c.is_mla and not resolve("llama-3-8b").is_mla
+    minicpm3 = read(model_type="minicpm3", kv_lora_rank=256, qk_nope_head_dim=64, qk_rope_head_dim=32)
+    assert minicpm3.v_head_dim == 128  # its class derives it: hidden / heads
+    assert not read(model_type="deepseek_v2", kv_lora_rank=None).is_mla  # DeepSeek-VL2's small ones
     with pytest.raises(ConfigError, match="qk_rope_head_dim"):
         read(kv_lora_rank=512, qk_nope_head_dim=128, v_head_dim=128)
 
@@ -159,6 +168,17 @@ def test_layers_and_heads_are_those_of_transformers(kind):
             assert ours.head_dim == width
 
 
+@pytest.mark.parametrize("kind", sorted(families.KEY_VALUE_HEADS))
+def test_class_defaults_are_those_of_transformers(kind):
+    from transformers import CONFIG_MAPPING
+
+    if kind not in CONFIG_MAPPING:
+        pytest.skip(f"{kind} is a nested type, without a name of its own")
+    theirs = CONFIG_MAPPING[kind]()
+    assert families.KEY_VALUE_HEADS[kind] == theirs.num_key_value_heads
+    assert families.HEAD_DIM.get(kind) in (None, getattr(theirs, "head_dim", None))
+
+
 def test_directories_and_files(tmp_path):
     (tmp_path / "config.json").write_text(json.dumps(LLAMA))
     (tmp_path / "model.safetensors").write_bytes(b"x" * 123)
@@ -170,7 +190,22 @@ def test_directories_and_files(tmp_path):
     assert resolve(str(tmp_path)).weights_bytes == 456
 
 
-@pytest.mark.parametrize("content", ["{", "[1, 2]", "", '"text"', "\xff\xfe", "[" * 100_000])
+def test_a_byte_order_mark_is_no_error(tmp_path):
+    (tmp_path / "config.json").write_text(json.dumps(LLAMA), encoding="utf-8-sig")
+    assert resolve(str(tmp_path)).num_hidden_layers == 32
+
+
+@pytest.mark.parametrize("total", [float("inf"), "x", None])
+def test_an_index_with_a_broken_total_is_passed_over(tmp_path, total):
+    (tmp_path / "config.json").write_text(json.dumps(LLAMA))
+    (tmp_path / "model.safetensors").write_bytes(b"x" * 123)
+    (tmp_path / "model.safetensors.index.json").write_text(json.dumps({"metadata": {"total_size": total}}))
+    assert resolve(str(tmp_path)).weights_bytes == 123
+
+
+@pytest.mark.parametrize(
+    "content", ["{", "[1, 2]", "", '"text"', "\xff\xfe", "[" * 100_000, '{"a": ' + "9" * 5000 + "}"]
+)
 def test_broken_files(tmp_path, content):
     (tmp_path / "config.json").write_text(content, encoding="latin-1")
     with pytest.raises(ConfigError) as error:

@@ -30,6 +30,16 @@ from kvlab.config import ConfigError
         ({"num_key_value_heads": [8, 4]}, "num_key_value_heads"),
         ({"swa_num_key_value_heads": 4}, "swa_num_key_value_heads"),
         ({"model_type": "novel", "sliding_window": 64}, "sliding_window 64"),
+        ({"model_type": "rwkv7"}, "rwkv7"),
+        ({"model_type": "gated_deltanet"}, "gated_deltanet"),
+        ({"model_type": "novel_linear"}, "novel_linear"),
+        ({"mixer_types": ["lightning", "full"]}, "mixer_types"),
+        ({"interleaved_sliding_window": [512, None]}, "interleaved_sliding_window"),
+        ({"model_type": "novel", "window_size": 512}, "window_size 512"),
+        ({"model_type": "nomic_bert"}, "nomic_bert"),
+        ({"model_type": "novel", "architectures": ["NovelForMaskedLM"]}, "NovelForMaskedLM"),
+        ({"model_type": "novel", "patch_size": 14, "image_size": 224}, "patch_size 14"),
+        ({"model_type": "gemma4_text"}, "gemma4_text"),
     ],
 )
 def test_unknown_layouts_are_refused_by_name(changes, named):
@@ -48,6 +58,29 @@ def test_fields_that_say_no_are_not_refused():
     "changes, words",
     [
         ({"num_attention_heads": "absent"}, "lacks num_attention_heads"),
+        ({"num_hidden_layers": 10**10}, "num_hidden_layers 10000000000 is more than"),
+        ({"head_dim": 10**400}, "head_dim must be a positive whole number, not 1000"),
+        ({"tie_word_embeddings": "false"}, "tie_word_embeddings must be true or false, not 'false'"),
+        ({"model_type": "qwen2", "sliding_window": 8, "use_sliding_window": "no"}, "use_sliding_window must be true"),
+        (
+            {"model_type": "qwen2", "sliding_window": 8, "use_sliding_window": True, "max_window_layers": "4"},
+            "max_window_layers must be a whole number, not '4'",
+        ),
+        ({"model_type": "llama4_text", "attention_chunk_size": 8, "no_rope_layers": 5}, "no_rope_layers must list 32"),
+        ({"model_type": "llama4_text", "attention_chunk_size": 8, "no_rope_layer_interval": "4"}, "interval"),
+        ({"model_type": "deepseek_v3"}, "lacks kv_lora_rank"),
+        ({"model_type": "gpt_oss"}, "lacks sliding_window"),
+        (
+            {
+                "text_config": {
+                    "model_type": "novel",
+                    "hidden_size": 64,
+                    "num_hidden_layers": 2,
+                    "num_attention_heads": 4,
+                }
+            },
+            "the nested config lacks num_key_value_heads",
+        ),
         ({"num_hidden_layers": "absent"}, "lacks num_hidden_layers"),
         ({"hidden_size": "absent", "head_dim": 128}, "lacks hidden_size"),
         ({"num_key_value_heads": 7}, "32 is not a multiple of num_key_value_heads 7"),
@@ -123,3 +156,17 @@ def test_any_value_in_any_field_is_read_or_refused_in_one_line(field, value):
 def test_what_can_be_sized_but_not_run_says_why(changes, words):
     assert read().cannot_run is None
     assert words in read(**changes).cannot_run
+
+
+def test_whatever_a_file_holds_the_refusal_is_one_printable_line_with_an_end():
+    for bad in ("\n evil \x1b[31m" * 9, "x" * 5000, "\ud800"):
+        for field in ("num_hidden_layers", "model_type", "mamba_d_state", "layer_types", "dtype", "index_topk"):
+            try:
+                read(**{field: bad}, sliding_window=8)
+            except ConfigError as error:
+                assert str(error).isprintable() and len(str(error)) <= 600
+
+
+def test_what_the_file_does_not_say_is_said_aloud():
+    assert any("num_key_value_heads" in note for note in read(model_type="novel", num_key_value_heads="absent").notes)
+    assert not read(num_key_value_heads="absent").notes  # a Llama's class says: as many as query heads

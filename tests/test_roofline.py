@@ -97,3 +97,7 @@ def test_the_dtype_of_the_arithmetic_is_said():
 def test_bad_input(wrong):
     with pytest.raises(SizingError):
         phases(resolve("llama-3-8b"), H100, **{"prompt": 8} | wrong)
+
+
+def test_chunks_of_a_very_long_context_are_counted_by_formula():
+    assert pairs(3 * 10**12, 3 * 10**12, "chunked_attention", 10**4) == 3 * 10**8 * (10**4 * (10**4 + 1) // 2)

@@ -10,7 +10,9 @@ from transformers import TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWa
 
 from kvlab.sampling import Sampler
 
-LOGITS = st.lists(st.floats(-30, 30, width=32), min_size=1, max_size=40).map(lambda row: torch.tensor([row]))
+# no subnormal numbers: compiled kernels of other tests may leave the processor flushing them to zero
+FLOATS = st.floats(-30, 30, width=32, allow_subnormal=False)
+LOGITS = st.lists(FLOATS, min_size=1, max_size=40).map(lambda row: torch.tensor([row]))
 TIED = st.lists(st.integers(0, 3).map(float), min_size=1, max_size=40).map(lambda row: torch.tensor([row]))
 
 
@@ -133,7 +135,7 @@ def test_frequencies_follow_the_probabilities():
     torch.testing.assert_close(counts, torch.tensor([1, 2, 5, 8]) / 16, atol=0.015, rtol=0)
 
 
-@given(LOGITS, st.sampled_from([1e-45, 1e-38, 1e-6, 1e-3]))
+@given(LOGITS, st.sampled_from([1e-37, 1e-6, 1e-3]))
 def test_a_tiny_temperature_is_nearly_greedy(logits, temperature):
     best = logits.max()
     sampler = Sampler(temperature=temperature)
@@ -155,3 +157,9 @@ def test_logits_are_left_as_they_were():
     sampler = Sampler(temperature=0.5, top_k=2, top_p=0.3)
     sampler.pick(logits, sampler.generators(2))
     assert torch.equal(logits, before)
+
+
+@pytest.mark.parametrize("temperature", [1e-38, 1e-50, 1e-300, 5e-324])
+def test_a_temperature_too_small_for_fp32_is_greedy(temperature):
+    sampler = Sampler(temperature)
+    assert sampler.pick(torch.tensor([[1.0, 3.0, 2.0]]), sampler.generator()).tolist() == [1]

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from kvlab.attention import EMPTY, DensePart, Step, View
 
-__all__ = ["EMPTY", "Bytes", "CacheFull", "CannotRewind", "DenseCache", "KVCache", "LayerCache", "NoCache", "Step"]
+__all__ = ["EMPTY", "Bytes", "CacheFull", "CannotRewind", "KVCache", "LayerCache", "NoCache", "Step"]
 
 
 class CacheFull(ValueError):
@@ -48,6 +48,7 @@ class LayerCache(ABC):
 
     exact: bool = True
     compilable: bool = False
+    chunk_invariant: bool = True  # whether outputs are the same however the tokens are cut into steps
 
     @abstractmethod
     def update(self, keys: Tensor, values: Tensor | None, step: Step) -> View:
@@ -75,8 +76,14 @@ class LayerCache(ABC):
     def check(self, step: Step) -> None:
         """Raise CacheFull if this step does not fit. Called for all layers before any of them changes."""
 
+    def check_positions(self, step: Step) -> None:
+        """Raise ValueError if a row would store a position twice. Called for the first layer: all hold the same."""
+
     def check_rewind(self, lengths: Sequence[int]) -> None:
         """Raise CannotRewind if `rewind(lengths)` would. Called for all layers before any of them changes."""
+
+    def check_reorder(self, rows: Tensor) -> None:
+        """Raise ValueError if there are no such rows. Called for all layers before any of them changes."""
 
 
 class NoCache(LayerCache):
@@ -116,27 +123,39 @@ class KVCache:
     def compilable(self) -> bool:
         return all(layer.compilable for layer in self.layers)
 
+    @property
+    def chunk_invariant(self) -> bool:
+        return all(layer.chunk_invariant for layer in self.layers)
+
     def begin(self, positions: Tensor, rows: Tensor | None = None) -> Step:
         """Plan a step for (B, T) positions; `rows` (B,) marks the rows whose prompt ends in it.
 
-        Raises CacheFull, with every layer as it was, if the step does not fit.
+        Raises CacheFull, with every layer as it was, if the step does not fit, and ValueError for positions that
+        do not go on from what is stored.
         """
         step = Step.plan(positions, rows)
+        self.layers[0].check_positions(step)
         for layer in self.layers:
             layer.check(step)
         return step
 
     def rewind(self, lengths: Sequence[int]) -> None:
         """Forget, in all layers or in none, every token at position >= lengths[row]."""
+        lengths = whole_lengths(lengths)
         if any(length < 0 for length in lengths):
-            raise ValueError(f"cannot rewind to a negative length: {list(lengths)}")
+            raise ValueError(f"cannot rewind to a negative length: {lengths}")
         for layer in self.layers:
             layer.check_rewind(lengths)
         for layer in self.layers:
             layer.rewind(lengths)
 
     def reorder(self, rows: Tensor) -> None:
-        """Make row i of every layer what row rows[i] was."""
+        """Make row i of every layer what row rows[i] was; ValueError, with nothing changed, without such a row."""
+        rows = torch.as_tensor(rows)
+        if rows.dim() != 1 or not rows.numel() or rows.dtype not in (torch.int32, torch.int64):
+            raise ValueError(f"rows must be row numbers, one for each new row, got {rows.dtype} {tuple(rows.shape)}")
+        for layer in self.layers:
+            layer.check_reorder(rows)
         for layer in self.layers:
             layer.reorder(rows)
 
@@ -150,77 +169,9 @@ class KVCache:
         return sum((layer.bytes() for layer in self.layers), Bytes())
 
 
-class DenseCache(LayerCache):
-    """Shared by caches that keep plain tensors: slots in the third dimension, each with its token position."""
-
-    def __init__(self):
-        self.keys: Tensor | None = None  # (B, H_kv, C, D_k), C slots of capacity
-        self.values: Tensor | None = None  # (B, H_kv, C, D_v), or None where keys are values too
-        self.positions: Tensor | None = None  # (B, 1, C) int32
-
-    @property
-    def capacity(self) -> int:
-        return 0 if self.keys is None else self.keys.shape[2]
-
-    def _allocate(self, keys: Tensor, values: Tensor | None, capacity: int) -> None:
-        B, H_kv, _, D_k = keys.shape
-        # zeros, not empty: a NaN in a masked slot would still reach the output
-        self.keys = keys.new_zeros(B, H_kv, capacity, D_k)
-        self.values = None if values is None else values.new_zeros(B, H_kv, capacity, values.shape[3])
-        self.positions = torch.full((B, 1, capacity), EMPTY, dtype=torch.int32, device=keys.device)
-
-    def _check_like(self, keys: Tensor, values: Tensor | None) -> None:
-        stored, fresh = (self.keys.shape, self.keys.dtype), (keys.shape, keys.dtype)
-        same = stored[0][:2] == fresh[0][:2] and stored[0][3] == fresh[0][3] and stored[1] == fresh[1]
-        if not same or (values is None) != (self.values is None):
-            raise ValueError(
-                f"this cache holds {tuple(stored[0])} {stored[1]}, which keys {tuple(fresh[0])} {fresh[1]} do not fit"
-            )
-
-    def _tensors(self) -> list[Tensor]:
-        return [x for x in (self.keys, self.values) if x is not None]
-
-    def _forget(self, lengths: Sequence[int]) -> None:
-        if self.positions is None:
-            return
-        self._check_rows(lengths)
-        limit = torch.tensor(lengths, dtype=torch.int32, device=self.positions.device)[:, None, None]
-        gone = self.positions >= limit  # (B, 1, C)
-        self.positions.masked_fill_(gone, EMPTY)
-        for stored in self._tensors():
-            stored.masked_fill_(gone[..., None], 0.0)  # a rejected token leaves no trace
-
-    def _check_rows(self, lengths: Sequence[int]) -> None:
-        if self.positions is not None and len(lengths) != self.positions.shape[0]:
-            raise ValueError(f"{len(lengths)} lengths were given for {self.positions.shape[0]} rows")
-
-    def _row_lengths(self) -> Tensor:
-        return self.positions.amax((1, 2)) + 1  # (B,)
-
-    def check_rewind(self, lengths):
-        self._check_rows(lengths)
-        held = [0] * len(lengths) if self.positions is None else self._row_lengths().tolist()
-        for row, (wanted, now) in enumerate(zip(lengths, held, strict=True)):
-            if not 0 <= wanted <= now:
-                raise ValueError(f"cannot rewind row {row} to {wanted} tokens: it holds {now}")
-
-    def reorder(self, rows):
-        if self.keys is None:
-            return
-        self.keys = self.keys.index_select(0, rows)
-        self.values = None if self.values is None else self.values.index_select(0, rows)
-        self.positions = self.positions.index_select(0, rows)
-
-    def reset(self):
-        self.keys = self.values = self.positions = None
-
-    def _live(self) -> Tensor:
-        return self.positions >= 0  # (B, 1, C)
-
-    def bytes(self):
-        if self.keys is None:
-            return Bytes()
-        slots = self.positions.numel()
-        allocated = sum(stored.numel() * stored.element_size() for stored in self._tensors())
-        payload = allocated // slots * int(self._live().sum())
-        return Bytes(payload, self.positions.numel() * self.positions.element_size(), allocated - payload)
+def whole_lengths(lengths: Sequence[int] | Tensor) -> list[int]:
+    """Lengths as a list of ints; raises ValueError for anything else: 9.5 tokens would be cut to 9 somewhere."""
+    found = lengths.tolist() if isinstance(lengths, Tensor) else lengths
+    if not isinstance(found, Sequence) or any(type(length) is not int for length in found):
+        raise ValueError(f"lengths must be a list of whole numbers, one for each row, got {found!r}")
+    return list(found)

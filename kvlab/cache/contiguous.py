@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from kvlab.attention import DensePart
-from kvlab.cache.base import DenseCache
+from kvlab.cache.dense import DenseCache
 
 FIRST_CAPACITY = 64  # slots, so that short texts do not start with a chain of doublings
 
@@ -21,9 +21,9 @@ class ContiguousCache(DenseCache):
         self.start: int | None = None  # slot i holds position start + i in every row; None when that is not so
 
     def update(self, keys, values, step):
+        self._check_like(keys, values, step)
         T = keys.shape[2]
         self._grow(keys, values, self.length + T)
-        self._check_like(keys, values)
         self.start = continued(self.start, self.length, step.start)
         new = slice(self.length, self.length + T)
         self.keys[:, :, new] = keys

@@ -5,7 +5,8 @@ from __future__ import annotations
 import torch
 
 from kvlab.attention import DensePart
-from kvlab.cache.base import CannotRewind, DenseCache
+from kvlab.cache.base import CannotRewind
+from kvlab.cache.dense import DenseCache
 
 
 class SlidingCache(DenseCache):
@@ -30,9 +31,9 @@ class SlidingCache(DenseCache):
         return max(self.capacity - 1, 0)
 
     def update(self, keys, values, step):
+        self._check_like(keys, values, step)
         T = keys.shape[2]
         self._grow(keys, values, self.window - 1 + T)
-        self._check_like(keys, values)
         positions = step.positions
         slots = torch.where(positions >= 0, positions % self.ring, self.ring).long()  # (B, T)
         rows = torch.arange(keys.shape[0], device=keys.device)[:, None]  # (B, 1)

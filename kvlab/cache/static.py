@@ -5,8 +5,9 @@ from __future__ import annotations
 import torch
 
 from kvlab.attention import DensePart
-from kvlab.cache.base import CacheFull, DenseCache
+from kvlab.cache.base import CacheFull
 from kvlab.cache.contiguous import continued
+from kvlab.cache.dense import DenseCache
 
 
 class StaticCache(DenseCache):
@@ -38,11 +39,11 @@ class StaticCache(DenseCache):
     def update(self, keys, values, step):
         if torch.compiler.is_compiling():
             return self._update_in_graph(keys, values, step)
+        self._check_like(keys, values, step)
         self.check(step)
         if self.keys is None:
             self._allocate(keys, values, self.limit)
             self.cursor = torch.zeros((), dtype=torch.int64, device=keys.device)
-        self._check_like(keys, values)
         used = self._used() + keys.shape[2]
         new = slice(used - keys.shape[2], used)
         self.keys[:, :, new] = keys

@@ -35,14 +35,11 @@ def generate(
     chat: Chat = False,
     json: Json = False,
 ) -> None:
-    """Continue a text with MODEL, and say how long it took and what the cache holds."""
-    from kvlab.cache.build import check_name
+    """Continue a text with MODEL, and say what time and cache it took."""
     from kvlab.sampling import Sampler
 
     sampler = Sampler(temperature, top_k, top_p, seed)  # bad options are refused before anything is loaded
-    check_name(cache)
-    if not prompt:
-        raise typer.BadParameter("the prompt is empty: give at least one character", param_hint="--prompt")
+    check_options(prompt, cache, max_new_tokens, compile)
     from kvlab import generate as decoding
     from kvlab.model import zoo
 
@@ -58,18 +55,32 @@ def generate(
         stop_ids=loaded.stop_ids, compile=compile, on_token=live,
     )  # fmt: skip
     live.end()
-    answer = describe(result, tokenizer.decode(result.token_ids))
+    answer = describe(result, tokenizer.decode(token for token in result.token_ids if tokenizer.knows(token)))
     print_json(answer) if json else show(answer)
+
+
+def check_options(prompt: str, cache: str, max_new_tokens: int, compile: bool) -> None:
+    """Raise BadParameter or ValueError naming the first option that no model could serve."""
+    from kvlab.cache.build import check_name
+
+    check_name(cache)
+    if max_new_tokens < 1:
+        raise typer.BadParameter(f"at least 1, got {max_new_tokens}", param_hint="--max-new-tokens")
+    if compile and cache not in ("contiguous", "static"):
+        raise typer.BadParameter(f"compiled decoding needs the static cache, not {cache}", param_hint="--compile")
+    if not prompt:
+        raise typer.BadParameter("the prompt is empty: give at least one character", param_hint="--prompt")
 
 
 class _Live:
     """Print the text while it is generated, whole characters only."""
 
     def __init__(self, tokenizer, quiet: bool):
-        self._decoder, self._quiet = tokenizer.stream_decoder(), quiet
+        self._tokenizer, self._decoder, self._quiet = tokenizer, tokenizer.stream_decoder(), quiet
 
     def __call__(self, token) -> None:
-        self._print(self._decoder.push(token.id))
+        if self._tokenizer.knows(token.id):
+            self._print(self._decoder.push(token.id))
 
     def end(self) -> None:
         self._print(self._decoder.finish() + "\n")

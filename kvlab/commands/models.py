@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from kvlab.commands.options import Json
-from kvlab.terminal import print_json, print_table
+from kvlab.terminal import print_json, print_table, width
 
 
 def models(json: Json = False) -> None:
@@ -19,7 +19,9 @@ def models(json: Json = False) -> None:
         print_json([asdict(c) | more for c, more in zip(configs, added, strict=True)])
         return
     lines = [line(c, bytes_per_token(c), layout(c)) for c in configs]
-    columns = ["model", "layers", "heads/KV", "head_dim", "bytes/token", "10^9 params", "layout", "in kvlab"]
+    columns = ["model", "layers", "heads /KV", "head dim", "bytes /token", "10^9 params", "layout", "in kvlab"]
+    if width() < 120:  # no room for the reasons, which `kvlab size` gives too
+        columns, lines = columns[:-1], [cells[:-1] for cells in lines]
     print_table("Presets (bytes per token in the model's own dtype)", columns, lines, right=(1, 2, 3, 4, 5))
 
 

@@ -22,7 +22,10 @@ def peers(
     compile: Annotated[bool, typer.Option(help="Let the compiled decode step take part.")] = True,
     json: Json = False,
 ) -> None:
-    """Race kvlab against transformers and llama.cpp on the same weights, in turns, and print ratios."""
+    """Race kvlab against transformers and llama.cpp.
+
+    All run the same weights, in turns; what is printed are ratios.
+    """
     lengths = parse_contexts(contexts)
     if repeats < 1 or steps < 4:
         raise typer.BadParameter(f"at least 1 repeat and 4 steps are needed, got {repeats} and {steps}")
@@ -55,7 +58,7 @@ def parse_contexts(text: str) -> list[int]:
         if not word.strip().isdigit() or int(word) < 1:
             raise typer.BadParameter(f"{word!r} is not a prompt length: give whole numbers such as 64,512,2048")
         lengths.append(int(word))
-    return lengths
+    return list(dict.fromkeys(lengths))
 
 
 def show(answer: dict) -> None:

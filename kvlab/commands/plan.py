@@ -34,7 +34,10 @@ def plan(
     mla_layout: MlaLayout = "latent",
     json: Json = False,
 ) -> None:
-    """Divide a memory into weights and cache: the largest batch, the longest context, and a launch line."""
+    """Divide a memory into weights and KV cache.
+
+    Says the largest batch, the longest context, and the line that launches an engine so.
+    """
     from kvlab.config import resolve
     from kvlab.planning import make_plan
 
@@ -54,21 +57,23 @@ def plan(
     if json:
         print_json(answer.as_dict())
     else:
-        show(answer)
+        show(answer, config.max_position_embeddings)
 
 
 def to_bytes(option: str, gib: float, may_be_0: bool = False) -> int:
-    """GiB as bytes; raises ValueError unless it is a finite positive number (or 0 where it may be)."""
-    if not (gib > 0 or (may_be_0 and gib == 0)) or gib == float("inf"):
+    """GiB as bytes; raises ValueError unless it is a positive number (or 0 where it may be) below 10^15."""
+    if not (0 < gib < 1e15 or (may_be_0 and gib == 0)):
         raise ValueError(f"{option} must be a positive number of GiB, not {gib}")
     return int(gib * 2**30)
 
 
-def show(answer) -> None:
+def show(answer, trained: int | None = None) -> None:
     """The plan for people."""
     longest = "no limit" if answer.max_context is None else f"{answer.max_context:,} tokens"
     if answer.context_limited_by == "model":
         longest += " (the model's own limit: every layer slides, memory sets none)"
+    elif trained is not None and answer.max_context > trained:
+        longest += f" (memory's limit: the model was trained on {trained:,})"
     lines = [
         ["memory", amount(answer.memory_bytes)],
         ["weights", amount(answer.weights_bytes)],

@@ -7,7 +7,7 @@ from typing import Annotated, Optional
 import typer
 
 from kvlab.commands.options import Batch, Dtype, Json, MlaLayout, Model
-from kvlab.terminal import amount, print_json, print_table, seconds, warn_about
+from kvlab.terminal import print_json, print_table, seconds, warn_about
 
 Device = Annotated[str, typer.Option("--hardware", help="h100, a100-80, t4, rtx-4090, ..., or this.")]
 Prompt = Annotated[int, typer.Option("--prompt", help="Tokens of each prompt.")]
@@ -34,7 +34,7 @@ def roofline(
     mla_layout: MlaLayout = "latent",
     json: Json = False,
 ) -> None:
-    """Say what bounds a prefill and a decode step of MODEL on a device, and their least time."""
+    """Say what bounds prefill and decode on a device, and their least time."""
     from kvlab.config import resolve
     from kvlab.hardware import lookup
     from kvlab.roofline import phases
@@ -56,7 +56,7 @@ def as_measured(device, dtype: str, bandwidth_gb_per_s: float | None, tflops: fl
     from dataclasses import replace
 
     for option, value in (("--bandwidth-gb-per-s", bandwidth_gb_per_s), ("--tflops", tflops)):
-        if value is not None and not 0 < value < float("inf"):
+        if value is not None and not 0 < value < 1e15:
             raise ValueError(f"{option} must be a positive number, not {value}")
     if bandwidth_gb_per_s is not None:
         device = replace(device, bandwidth_bytes_per_s=bandwidth_gb_per_s * 1e9)
@@ -67,7 +67,7 @@ def show(model: str, device: str, what: str, phases: list) -> None:
     """The phases for people."""
     columns = ["phase", "flops", "bytes", "flops/byte", "at least", "bound by", "tokens/s"]
     lines = [
-        [p.phase, f"{p.flops:.3e}", amount(p.bytes), f"{p.intensity:,.1f}", seconds(p.time_s), p.bound,
+        [p.phase, f"{p.flops:.3e}", f"{p.bytes:,}", f"{p.intensity:,.1f}", seconds(p.time_s), p.bound,
          f"{p.tokens_per_s:,.0f}"]
         for p in phases
     ]  # fmt: skip

@@ -22,7 +22,7 @@ def size(
     mla_layout: MlaLayout = "latent",
     json: Json = False,
 ) -> None:
-    """Say how many bytes the KV cache of MODEL takes, factor by factor."""
+    """Say how many bytes the KV cache of MODEL takes."""
     from kvlab.config import resolve
 
     config = resolve(model)
@@ -38,7 +38,7 @@ def describe(config, context: int, batch: int, dtype: str | None, block_size: in
     """The answer of `kvlab size --json`."""
     from kvlab import schemes, sizing
 
-    scheme = schemes.parse(dtype or config.dtype)
+    scheme = schemes.parse(config.dtype if dtype is None else dtype)
     arguments = (config, context, batch, scheme.name)
     ideal = sizing.bytes_ideal(*arguments, mla_layout)
     allocated = sizing.bytes_allocated(*arguments, block_size, mla_layout)
@@ -74,8 +74,9 @@ def show(answer: dict) -> None:
 
 def formula(term: dict) -> str:
     """One summand as a reader would write it."""
+    words = {"keys_and_values": "(K and V)"}
     factors = [
-        f"{value:,} (K and V)" if name == "keys_and_values" else f"{value:,} {name}"
+        f"{value:,} {words.get(name, f'({name})' if ' + ' in name else name)}"
         for name, value in term["factors"].items()
     ]
     return " x ".join(factors) + f" = {term['bytes']:,}"

@@ -28,6 +28,8 @@ DTYPES = {
 NESTED = ("text_config", "language_config", "llm_config")
 SHARED_WITH_NESTED = ("dtype", "torch_dtype", "tie_word_embeddings", "bos_token_id", "eos_token_id",
                       "is_encoder_decoder", "quantization_config")  # fmt: skip
+FLAGS = ("use_sliding_window", "tie_word_embeddings", "attention_bias", "mlp_bias", "multi_query",
+         "new_decoder_architecture", "multi_query_attention", "is_encoder_decoder")  # fmt: skip
 
 
 def read(raw: Mapping, name: str) -> dict:
@@ -38,7 +40,13 @@ def read(raw: Mapping, name: str) -> dict:
     if not isinstance(raw, Mapping):
         raise ConfigError(f"{name}: the config must be a JSON object, not {type(raw).__name__}")
     text = with_plain_names(decoder_section(raw, name), name)
+    for flag in FLAGS:
+        if text.get(flag) not in (None, True, False):  # "false" is true in Python
+            raise ConfigError(f"{name}: {flag} must be true or false, not {short(repr(text[flag]))}: mend the config")
     refuse_unknown_layouts(text, name)
+    if says_nothing_of_kv_heads(text) and any(isinstance(raw.get(k), Mapping) for k in NESTED):
+        raise ConfigError(f"{name}: the nested config lacks num_key_value_heads, whose default in a "
+                          f"{short(text['model_type'])!r} model is not known here: write it there")  # fmt: skip
     types = layer_types(text, name)
     fields = shape(text, name) | positions(text, name)
     fields["layer_types"] = types
@@ -61,6 +69,13 @@ def decoder_section(raw: Mapping, name: str) -> dict:
     shared = {k: raw[k] for k in SHARED_WITH_NESTED if k in raw}
     stated = with_plain_names(raw[key] | {"model_type": model_type}, name)
     return shared | families.NESTED_DEFAULTS.get(model_type, {}) | stated
+
+
+def says_nothing_of_kv_heads(text: Mapping) -> bool:
+    """Whether neither the file nor the class it names tells how many heads keys and values have."""
+    told = text.get("num_key_value_heads") is not None or text.get("kv_lora_rank") is not None
+    own = {**families.KEY_VALUE_HEADS, **families.AS_MANY_AS_QUERY_HEADS, **families.REFUSED_TYPES}
+    return not (told or text.get("multi_query") or text["model_type"] in own)
 
 
 def with_plain_names(text: Mapping, name: str) -> dict:
@@ -96,6 +111,10 @@ def shape(text: Mapping, name: str) -> dict:
     ranks = ("kv_lora_rank", "q_lora_rank", "qk_rope_head_dim", "qk_nope_head_dim", "v_head_dim")
     if text.get("kv_lora_rank") is not None:
         fields |= {rank: text.get(rank) for rank in ranks}
+        if text["model_type"] == "minicpm3" and text.get("v_head_dim") is None:
+            fields["v_head_dim"] = hidden // heads  # its class derives it
+    elif "kv_lora_rank" not in text and text["model_type"] in families.LATENT:
+        raise ConfigError(f"{name}: a {text['model_type']!r} config lacks kv_lora_rank: give the full config.json")
     return fields | {"head_dim": _head_dim(text, hidden, heads, name)}
 
 
@@ -120,6 +139,8 @@ def _key_value_heads(text: Mapping, heads: int, name: str) -> int:
         raise unknown(name, f"num_key_value_heads {short(stated)}", "heads differ from layer to layer")
     if model_type == "falcon" and not text.get("new_decoder_architecture"):
         return 1 if text.get("multi_query", True) else heads
+    if stated is None and (text.get("multi_query") or text.get("attention_head_type") == "multiquery"):
+        return 1
     if model_type == "gpt_bigcode" and stated is None:
         return 1 if text.get("multi_query", True) else heads
     if model_type == "chatglm" and not text.get("multi_query_attention"):
@@ -165,6 +186,8 @@ def tokens_and_dtype(text: Mapping, name: str) -> dict:
     if stated is not None and str(stated).removeprefix("torch.") not in (*DTYPES, "auto"):
         raise ConfigError(f"{name}: dtype {stated!r} is not known here: one of {', '.join(DTYPES)}")
     note = () if stated not in (None, "auto") else ("the config names no dtype: bf16 (2 bytes) is taken",)
+    if says_nothing_of_kv_heads(text):
+        note += ("the config names no num_key_value_heads: as many as query heads are taken",)
     tied = text.get("tie_word_embeddings")
     return {
         "bos_token_id": text.get("bos_token_id") if type(text.get("bos_token_id")) is int else None,
@@ -183,7 +206,8 @@ def tokens_and_dtype(text: Mapping, name: str) -> dict:
 
 def experts(text: Mapping) -> dict:
     """Number of routed experts and how many a token uses; both None in a dense model."""
-    if (text.get("first_k_dense_replace") or 0) >= text["num_hidden_layers"]:
+    dense = text.get("first_k_dense_replace")
+    if type(dense) is int and dense >= text["num_hidden_layers"]:
         return {}  # DeepSeek: this many layers are dense, here all of them
     total = next((text[f] for f in ("num_local_experts", "n_routed_experts", "num_experts") if text.get(f)), None)
     used = text.get("num_experts_per_tok") or text.get("experts_per_token")

@@ -2,13 +2,25 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 
 from kvlab.configs import families
 
+MOST_LAYERS = 10_000  # a list with an entry for each is kept; the deepest published models have under 200
+
 
 class ConfigError(ValueError):
     """A config is missing, broken, contradictory, or of a layout that is not known; one line says which."""
+
+    def __init__(self, message: str):
+        super().__init__(one_line(message))
+
+
+def one_line(text: str, most: int = 600) -> str:
+    """What came from a file or a user, safe to print: no line breaks or control characters, and an end."""
+    plain = " ".join("".join(c if c.isprintable() else " " for c in str(text)).split())
+    return plain if len(plain) <= most else f"{plain[: most - 3]}..."
 
 
 def refuse_unknown_layouts(text: Mapping, name: str) -> None:
@@ -18,22 +30,38 @@ def refuse_unknown_layouts(text: Mapping, name: str) -> None:
     is_listed = isinstance(listed, (list, tuple)) and not set(map(str, listed)) & set(families.LAYER_TYPE_REASONS)
     if model_type in families.REFUSED_TYPES and not (is_listed and model_type == "granitemoehybrid"):
         raise unknown(name, f"model_type {model_type!r}", families.REFUSED_TYPES[model_type])
+    for pattern, reason in families.REFUSED_NAMES.items():
+        if re.search(pattern, model_type):
+            raise unknown(name, f"model_type {short(model_type)!r}", reason)
+    _refuse_encoders(text, name)
     for field, reason in families.REFUSED_FIELDS.items():
         if text.get(field):
             raise unknown(name, f"{field} {short(text[field])}", reason)
-    for field in families.STATE_FIELDS:
+    for field, reason in families.REFUSED_UNLESS_LISTED.items():
         if text.get(field) and not is_listed:
-            raise unknown(name, f"{field} {short(text[field])}", families.STATE)
+            raise unknown(name, f"{field} {short(text[field])}", reason)
+
+
+def _refuse_encoders(text: Mapping, name: str) -> None:
+    """Models that read everything at once keep no cache, however much their fields look like a decoder's."""
+    classes = text.get("architectures")
+    found = [c for c in classes if str(c).endswith(families.ENCODER_CLASSES)] if isinstance(classes, list) else []
+    if found:
+        raise unknown(name, f"architectures has {short(found[0])}", families.ENCODER)
+    if text.get("patch_size") and (text.get("image_size") or text.get("num_channels")):
+        raise unknown(name, f"patch_size {short(text['patch_size'])}", families.ENCODER)
 
 
 def layer_types(text: Mapping, name: str) -> tuple[str, ...]:
     """What each layer attends to: as listed, or as the model's class derives it from its window."""
     n = count(text, "num_hidden_layers", name)
+    if n > MOST_LAYERS:
+        raise ConfigError(f"{name}: num_hidden_layers {short(n)} is more than {MOST_LAYERS:,}: mend the config")
     listed = text.get("layer_types")
     if listed is None:
         return _derived_layer_types(text, n, name)
     if not isinstance(listed, (list, tuple)) or len(listed) != n:
-        size = len(listed) if isinstance(listed, (list, tuple)) else listed
+        size = len(listed) if isinstance(listed, (list, tuple)) else short(listed)
         raise ConfigError(f"{name}: layer_types lists {size} layers, num_hidden_layers says {n}: mend the config")
     types = tuple("full_attention" if t == "attention" else str(t) for t in listed)
     for kind in types:
@@ -46,16 +74,18 @@ def layer_types(text: Mapping, name: str) -> tuple[str, ...]:
 def _derived_layer_types(text: Mapping, n: int, name: str) -> tuple[str, ...]:
     model_type, window = text["model_type"], text.get("sliding_window")
     if text.get("attention_chunk_size") and (model_type == "llama4_text" or text.get("no_rope_layers")):
-        interval = text.get("no_rope_layer_interval") or 4
-        rope = text.get("no_rope_layers") or [(i + 1) % interval != 0 for i in range(n)]  # 1 = it has RoPE
-        return tuple("chunked_attention" if r else "full_attention" for r in rope[:n])
+        return _chunked_unless_no_rope(text, n, name)
+    if "sliding_window" not in text and model_type in families.HAS_WINDOW:
+        raise ConfigError(f"{name}: a {model_type!r} config lacks sliding_window (or layer_types): give the full one")
     if window is None or text.get("use_sliding_window") is False or model_type in families.IGNORES_WINDOW:
         return ("full_attention",) * n
+    first = text.get("max_window_layers", n if model_type == "qwen2_moe" else 28)
+    if type(first) is not int:
+        raise ConfigError(f"{name}: max_window_layers must be a whole number, not {short(repr(first))}")
     if model_type == "qwen2_moe":
-        last = text.get("max_window_layers", n)
-        return _types(i % 2 == 0 and i < last for i in range(n))
+        return _types(i % 2 == 0 and i < first for i in range(n))
     if text.get("use_sliding_window"):
-        return _types(i >= text.get("max_window_layers", 28) for i in range(n))
+        return _types(i >= first for i in range(n))
     pattern = text.get("sliding_window_pattern", text.get("_sliding_window_pattern"))
     pattern = families.FULL_EVERY.get(model_type) if pattern is None else pattern
     if isinstance(pattern, str) and pattern and set(pattern) <= {"L", "G"}:
@@ -72,6 +102,17 @@ def _derived_layer_types(text: Mapping, n: int, name: str) -> tuple[str, ...]:
     raise unknown(name, f"sliding_window {window} without layer_types", reason)
 
 
+def _chunked_unless_no_rope(text: Mapping, n: int, name: str) -> tuple[str, ...]:
+    """Llama 4: layers with RoPE attend in chunks."""
+    interval, rope = text.get("no_rope_layer_interval") or 4, text.get("no_rope_layers")
+    if type(interval) is not int or interval < 1:
+        raise ConfigError(f"{name}: no_rope_layer_interval must be a positive number, not {short(interval)}")
+    rope = rope or [(i + 1) % interval != 0 for i in range(n)]  # 1 = it has RoPE
+    if not isinstance(rope, (list, tuple)) or len(rope) != n:
+        raise ConfigError(f"{name}: no_rope_layers must list {n} layers, as num_hidden_layers says: mend the config")
+    return tuple("chunked_attention" if r else "full_attention" for r in rope)
+
+
 def _types(slides) -> tuple[str, ...]:
     return tuple("sliding_attention" if s else "full_attention" for s in slides)
 
@@ -82,7 +123,7 @@ def count(text: Mapping, field: str, name: str) -> int:
     if value is None:
         raise ConfigError(f"{name}: the config lacks {field}: give a decoder's full config.json")
     if type(value) is not int or value < 1:
-        raise ConfigError(f"{name}: {field} must be a positive whole number, not {value!r}: mend the config")
+        raise ConfigError(f"{name}: {field} must be a positive whole number, not {short(repr(value))}: mend the config")
     return value
 
 

@@ -16,7 +16,7 @@ from time import perf_counter
 import torch
 
 from kvlab.cache.build import build_cache
-from kvlab.generate import stream
+from kvlab.generate import check_request, stream
 from kvlab.model.compiled import CompiledStep
 from kvlab.model.transformer import Transformer
 from kvlab.sizing import bytes_ideal
@@ -80,6 +80,7 @@ def race(
     tick: Callable[[str], None] = lambda words: None,
 ) -> Peers:
     """Run every contestant on the same random prompts, in turns. `say` gets words, `tick` one call a turn."""
+    check_request(model, [0] * max(contexts), steps)  # before a minute of compiling
     contestants, absent, warmup_s = enter(model, max(contexts) + steps, compiled, say)
     weights_bytes = sum(p.numel() * p.element_size() for p in model.parameters())
     prompts = {n: torch.randint(model.config.vocab_size, (n,)).tolist() for n in contexts}

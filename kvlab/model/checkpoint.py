@@ -67,7 +67,8 @@ def open_checkpoint(source: str | Path, *, name: str | None = None, revision: st
 def _open_directory(directory: Path, name: str) -> Checkpoint:
     raw = read_json(directory / "config.json")
     if raw.get("quantization_config"):
-        method = raw["quantization_config"].get("quant_method", "unknown")
+        stated = raw["quantization_config"]
+        method = stated.get("quant_method", "unknown") if isinstance(stated, Mapping) else stated
         raise CheckpointError(
             f"{directory / 'config.json'}: the weights are quantised ({method}), which kvlab does "
             "not read: use the original checkpoint, or a GGUF file"
@@ -76,6 +77,7 @@ def _open_directory(directory: Path, name: str) -> Checkpoint:
     config = _with_stop_tokens(config, directory / "generation_config.json")
     files = SafetensorsFiles(directory)
     check_shapes(files.shapes, config, str(directory))
+    _check_tied(files, config)
     return Checkpoint(config, files.shapes, files.read, directory)
 
 
@@ -94,6 +96,17 @@ def _open_file(path: Path, name: str) -> Checkpoint:
     return Checkpoint(config, shapes, lambda tensor: read_tensor(file, stored[tensor], raw), file)
 
 
+def _check_tied(files: SafetensorsFiles, config: ModelConfig) -> None:
+    """Old tied checkpoints store the output matrix once more; a different one would be left out silently."""
+    if not config.tie_word_embeddings or "lm_head.weight" not in files.shapes:
+        return
+    if not torch.equal(files.read("lm_head.weight"), files.read("model.embed_tokens.weight")):
+        raise CheckpointError(
+            f"{files.directory}: the config says tie_word_embeddings is true, but lm_head.weight is not "
+            "model.embed_tokens.weight: set it to false, or get the checkpoint that belongs to this config"
+        )
+
+
 def _runnable(config: ModelConfig, where: Path) -> ModelConfig:
     if config.cannot_run:
         raise CheckpointError(f"{where}: kvlab can size {config.name} but not run it: {config.cannot_run}")
@@ -106,6 +119,8 @@ def _with_stop_tokens(config: ModelConfig, path: Path) -> ModelConfig:
         return config
     ids = read_json(path).get("eos_token_id")
     ids = ids if isinstance(ids, list) else [] if ids is None else [ids]
+    if any(type(token) is not int for token in ids):
+        raise CheckpointError(f"{path}: eos_token_id must be a token id or a list of them, not {ids}: mend it")
     return replace(config, eos_token_ids=tuple(dict.fromkeys((*config.eos_token_ids, *ids))))
 
 

@@ -51,7 +51,8 @@ def backend_from_gguf(file: GGUFFile) -> tuple[Tokenizer, dict[str, str], str | 
         bos = specials["bos_token"]
         opening = [(bos, values["bos_token_id"])]
         backend.post_processor = processors.TemplateProcessing(single=f"{bos} $A", special_tokens=opening)
-    return backend, specials, file.metadata.get("tokenizer.chat_template")
+    template = file.metadata.get("tokenizer.chat_template")
+    return backend, specials, template if isinstance(template, str) else None
 
 
 def _check(values: Mapping, rule: str, file: GGUFFile) -> None:
@@ -64,6 +65,10 @@ def _check(values: Mapping, rule: str, file: GGUFFile) -> None:
     if rule not in SPLITS:
         known = ", ".join(SPLITS)
         raise CheckpointError(f"{file.path}: tokenizer rule {rule!r} is not known (kvlab knows {known}): {instead}")
+    for key, kind in (("tokens", str), ("merges", str), ("token_type", int)):
+        found = values.get(key, [])
+        if not isinstance(found, list) or not all(type(entry) is kind for entry in found):
+            raise CheckpointError(f"{file.path}: metadata {key} must be a list of {kind.__name__}: convert it again")
     missing = [key for key in ("tokens", "merges") if not values.get(key)]
     if missing:
         raise CheckpointError(f"{file.path}: metadata tokenizer.ggml.{missing[0]} is missing: convert it again")
@@ -72,6 +77,9 @@ def _check(values: Mapping, rule: str, file: GGUFFile) -> None:
 def _byte_level_bpe(tokens: list[str], merges: list[str], split: str | None) -> Tokenizer:
     vocab = {token: index for index, token in enumerate(tokens)}
     pairs = [tuple(merge.split(" ", 1)) for merge in merges]
+    absent = next((merge for merge in merges if merge.replace(" ", "", 1) not in vocab), None)
+    if absent is not None:  # the library would panic
+        raise ValueError(f"merge {absent!r} makes no token")
     backend = Tokenizer(models.BPE(vocab=vocab, merges=pairs))
     backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=split is None)
     if split is not None:

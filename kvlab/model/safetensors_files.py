@@ -86,7 +86,8 @@ class SafetensorsFiles:
             raise CheckpointError(f"{index} has no weight_map: download it again")
         files: dict[str, list[str] | None] = {}
         for tensor, name in weight_map.items():
-            if not isinstance(name, str) or not name or Path(name).name != name:
+            is_name = isinstance(name, str) and name.isprintable() and 0 < len(name) < 256
+            if not is_name or Path(name).name != name:
                 raise CheckpointError(
                     f"{index}: tensor {tensor} lies in {name!r}, which is not a file beside the index"
                 )

@@ -61,6 +61,8 @@ class Tokenizer:
         `add_bos`: put the opening token first; None does what the checkpoint asks. A chat template writes its
         own, so encode its text with False. Raises ValueError where the model has no such token.
         """
+        if not text.isascii() and any("\ud800" <= char <= "\udfff" for char in text):
+            raise ValueError("the text holds bytes or surrogates that are no Unicode: give it as valid UTF-8")
         if add_bos is None:
             return self.backend.encode(text).ids
         if add_bos and self.bos_id is None:
@@ -68,10 +70,14 @@ class Tokenizer:
         opening = [self.bos_id] if add_bos else []
         return opening + self.backend.encode(text, add_special_tokens=False).ids
 
+    def knows(self, token_id: int) -> bool:
+        """Whether an id has a text: a model's vocabulary is often padded beyond its tokenizer's."""
+        return 0 <= token_id < 2**32 and self.backend.id_to_token(token_id) is not None
+
     def decode(self, ids: Iterable[int], *, skip_special: bool = False) -> str:
         """Return the text; bytes that are no UTF-8 become U+FFFD. Raises ValueError for an id outside."""
         ids = [int(i) for i in ids]
-        outside = [i for i in ids if not 0 <= i < self.vocab_size]
+        outside = [i for i in ids if not self.knows(i)]
         if outside:
             raise ValueError(f"token id {outside[0]} is outside the tokenizer's {self.vocab_size} tokens")
         return self.backend.decode(ids, skip_special_tokens=skip_special)
@@ -128,7 +134,9 @@ def _from_directory(directory: Path) -> Tokenizer:
     read_json(path)  # names a file that is missing or no JSON
     try:
         backend = Backend.from_file(str(path))
-    except Exception as error:  # the library raises nothing narrower
+    except BaseException as error:  # the library raises Exception, or panics, which is not even that
+        if isinstance(error, (KeyboardInterrupt, SystemExit)):
+            raise
         raise CheckpointError(f"{path} is not a tokenizer ({error}); download it again") from None
     backend.no_truncation()  # some files carry the limits of their training run
     backend.no_padding()
@@ -137,21 +145,28 @@ def _from_directory(directory: Path) -> Tokenizer:
     specials = {
         role: text
         for role in ("bos_token", "eos_token", "unk_token", "pad_token")
-        if (text := _text_of(config.get(role)))
+        if (text := _text_of(config.get(role), f"{settings}: {role}"))
     }
-    return Tokenizer(backend, specials, _template(directory, config))
+    return Tokenizer(backend, specials, _text_of(_template(directory, config), f"{settings}: chat_template"))
 
 
-def _text_of(token: str | Mapping | None) -> str | None:
-    return token.get("content") if isinstance(token, Mapping) else token
+def _text_of(token: object, where: str) -> str | None:
+    text = token.get("content") if isinstance(token, Mapping) else token
+    if text is not None and not isinstance(text, str):
+        raise CheckpointError(f"{where} must be a text, not {type(text).__name__}: download it again")
+    return text
 
 
 def _template(directory: Path, config: Mapping) -> str | None:
     """A file of its own in newer checkpoints, a field or a list of named ones in older."""
     path = directory / "chat_template.jinja"
     if path.exists():
-        return path.read_text(encoding="utf-8")
+        try:
+            return path.read_text(encoding="utf-8")
+        except (OSError, UnicodeDecodeError) as error:
+            raise CheckpointError(f"{path} cannot be read ({error}); download it again") from None
     template = config.get("chat_template")
     if isinstance(template, list):
-        return next((entry["template"] for entry in template if entry["name"] == "default"), None)
+        named = [entry for entry in template if isinstance(entry, Mapping)]
+        return next((entry.get("template") for entry in named if entry.get("name") == "default"), None)
     return template

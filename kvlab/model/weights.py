@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from kvlab.config import ModelConfig
+from kvlab.configs.hf_layout import one_line
 
 Shape = tuple[int, ...]
 FUSED = {"qkv_proj": ("q_proj", "k_proj", "v_proj"), "gate_up_proj": ("gate_proj", "up_proj")}
@@ -12,6 +13,9 @@ FUSED = {"qkv_proj": ("q_proj", "k_proj", "v_proj"), "gate_up_proj": ("gate_proj
 
 class CheckpointError(ValueError):
     """A checkpoint cannot be read; the message is one line: file, what is wrong, the way out."""
+
+    def __init__(self, message: str):
+        super().__init__(one_line(message))
 
 
 def parts_of(parameter: str) -> tuple[str, ...]:

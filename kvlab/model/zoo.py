@@ -142,8 +142,11 @@ def _find(name: str) -> tuple[Checkpoint, str]:
 
 
 def _build(checkpoint: Checkpoint, dtype: torch.dtype, device: torch.device) -> Transformer:
-    with torch.device("meta"):  # shapes only: no memory is touched before the weights arrive
-        model = Transformer(checkpoint.config).to(dtype)
+    try:
+        with torch.device("meta"):  # shapes only: no memory is touched before the weights arrive
+            model = Transformer(checkpoint.config).to(dtype)
+    except ValueError as error:  # RoPE's parameters are read here
+        raise CheckpointError(f"{checkpoint.config.name} ({checkpoint.config.source}): {error}") from None
     model = model.to_empty(device=device).eval().requires_grad_(False)
     fill(model, checkpoint)
     return model
@@ -154,8 +157,8 @@ def _device(wanted: str | torch.device | None) -> torch.device:
         wanted = "cuda" if torch.cuda.is_available() else "mps" if torch.backends.mps.is_available() else "cpu"
     try:
         device = torch.device(wanted)
-        torch.empty(1, device=device)
-    except (RuntimeError, AssertionError) as error:
+        torch.zeros(1, device=device).item()  # "meta" holds no numbers
+    except (RuntimeError, AssertionError, NotImplementedError) as error:
         reason = str(error).splitlines()[0]
         raise ValueError(
             f"device {str(wanted)!r} cannot be used here ({reason}): give 'cpu', or None to choose"

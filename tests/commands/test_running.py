@@ -10,6 +10,7 @@ from typer.testing import CliRunner
 
 from kvlab.cli import app
 from kvlab.model import zoo
+from tests.model.factory import write_checkpoint
 
 PROMPT = ("generate", "smollm2-135m", "--prompt", "The capital of France is", "--max-new-tokens", "6", "--json")
 
@@ -59,12 +60,14 @@ def test_people_see_the_text_and_what_it_cost():
         (("--cache", "magic"), "unknown cache 'magic'; kvlab has none, contiguous, static, sliding"),
         (("--temperature", "-1"), "temperature must be 0 (greedy) or a positive number, got -1.0"),
         (("--top-p", "1.5"), "top_p must be above 0 and at most 1"),
-        (("--max-new-tokens", "0"), "max_new_tokens must be at least 1, got 0"),
+        (("--max-new-tokens", "0"), "at least 1, got 0"),
         (("--max-new-tokens", "9000"), "need 9005 positions, but smollm2-135m was trained on 8192"),
         (("--prompt", ""), "the prompt is empty"),
+        (("--prompt", "caf\udce9"), "no Unicode"),
+        (("--device", "meta"), "device 'meta' cannot be used here"),
         (("--dtype", "int3"), "dtype 'int3' is not one that models run in"),
         (("--device", "abacus"), "device 'abacus' cannot be used here"),
-        (("--compile", "--cache", "none"), "compiled decoding needs a static cache"),
+        (("--compile", "--cache", "none"), "compiled decoding needs the static cache, not none"),
     ],
 )
 def test_bad_options_are_one_line_and_exit_code_two(options, message):
@@ -100,3 +103,10 @@ def test_peers_reports_ratios_of_one_run():
 def test_bad_races_are_refused_before_loading(options, message):
     done = run("peers", *options)
     assert done.exit_code == 2 and message in done.stderr
+
+
+def test_a_token_beyond_the_tokenizers_vocabulary_has_no_text(tmp_path):
+    write_checkpoint(tmp_path, "llama")  # a vocabulary of 300, of which the tokenizer has 258
+    sampling = ("--temperature", "1000", "--max-new-tokens", "40", "--json")
+    done = run("generate", str(tmp_path), "--prompt", "hi", *sampling)
+    assert done.exit_code == 0 and max(json.loads(done.stdout)["token_ids"]) >= 258

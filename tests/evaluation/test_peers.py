@@ -81,3 +81,10 @@ def test_results_are_plain_records():
     row = Row("kvlab eager", 8, 1.0, 2.0, 1.5, 2.5, 0.5)
     assert Peers((row,), {}, 1e9, 10, None).rows[0].vs_reference is None
     assert tiny_config().num_hidden_layers == 2
+
+
+def test_contexts_beyond_the_models_positions_are_refused_before_anyone_is_set_up(turns):
+    model = tiny_model()
+    with pytest.raises(ValueError, match="positions"):
+        race(model, [4, model.config.max_position_embeddings], repeats=1, steps=6)
+    assert turns == []

@@ -95,6 +95,17 @@ def test_harmless_extra_tensors_are_ignored(tmp_path):
     fill(Transformer(open_checkpoint(tmp_path).config), open_checkpoint(tmp_path))
 
 
+def test_a_tied_model_with_another_output_matrix_is_refused(directory):
+    change_config(directory, tie_word_embeddings=True)
+    assert "lm_head.weight is not model.embed_tokens.weight" in refusal(directory)
+
+
+@pytest.mark.parametrize("ids", ["2", [[2]], {"a": 1}, [True]])
+def test_stop_tokens_that_are_no_ids_are_refused(ids, directory):
+    (directory / "generation_config.json").write_text(json.dumps({"eos_token_id": ids}))
+    assert "generation_config.json: eos_token_id" in refusal(directory)
+
+
 @pytest.mark.parametrize("keep", [0, 1, 7, 8, 9, 200, 0.2, 0.5, -1])
 def test_truncated_safetensors_are_refused(keep, directory):
     path = directory / "model.safetensors"
@@ -226,3 +237,15 @@ def test_what_does_not_exist_is_refused(tmp_path):
     lonely = tmp_path / "model.safetensors"
     lonely.write_bytes(b"")
     assert "config.json" in refusal(lonely)
+
+
+@pytest.mark.parametrize("name", ["b" * 5000, "\0", "a\nb.safetensors"])
+def test_an_index_with_impossible_file_names(name, directory):
+    index = json.dumps({"weight_map": {"model.norm.weight": name}})
+    (directory / "model.safetensors.index.json").write_text(index)
+    assert "not a file beside the index" in refusal(directory) or len(name) > 255
+
+
+def test_a_quantisation_config_of_any_form_is_refused(directory):
+    change_config(directory, quantization_config=[1])
+    assert "quantised" in refusal(directory)

@@ -32,7 +32,7 @@ def test_the_offline_model_equals_transformers_reading_the_same_file(gguf_path, 
     assert ours.eos_token_ids == (theirs.eos_token_id,)
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", [name for name in FAMILIES if not name.startswith("deepseek")])
 def test_every_family_comes_back_in_hugging_face_order(family, tmp_path):
     model = write_checkpoint(tmp_path, family)
     write_gguf(tmp_path / "model.gguf", model)

@@ -46,7 +46,7 @@ def test_attention_alone_is_equal_to_a_millionth():
 
 
 @pytest.mark.parametrize(
-    ("layout", "stored"), [("absorbed", 10 + 4), ("unabsorbed", 10 + 4), ("expanded", 4 * (10 + 8))]
+    ("layout", "stored"), [("absorbed", 12 + 4), ("unabsorbed", 12 + 4), ("expanded", 4 * (10 + 8))]
 )
 def test_what_is_stored_for_a_token(layout, stored):
     """R + D_r numbers for the latent; keys of nope + D_r and values of D_v for every head when expanded."""

@@ -1,5 +1,6 @@
 """Token ids equal transformers' for all kinds of text, nothing is lost on the way back or in a stream."""
 
+import json
 import random
 from pathlib import Path
 
@@ -181,6 +182,9 @@ def test_an_opening_token_is_added_where_the_file_asks_for_it(rebuilt):
     ({"tokenizer__ggml__merges": None}, "tokenizer.ggml.merges is missing"),
     ({"tokenizer__ggml__merges": ["Ġ"]}, "merges"),
     ({"tokenizer__ggml__merges": ["qqqq zzzz"]}, "merges"),
+    ({"tokenizer__ggml__merges": ["J Q"]}, "merges"),  # both are tokens, together they are none: the library panics
+    ({"tokenizer__ggml__tokens": [1, 2, 3]}, "tokens must be a list of str"),
+    ({"tokenizer__ggml__token_type": 5}, "token_type must be a list of int"),
 ])  # fmt: skip
 def test_tokenizers_that_are_not_known_are_refused(rebuilt, changes, words):
     path = rebuilt(**changes)
@@ -195,3 +199,35 @@ def test_broken_tokenizer_files_are_refused(tmp_path, content):
         (tmp_path / "tokenizer.json").write_text(content)
     with pytest.raises(CheckpointError, match=r"tokenizer\.json"):
         Tokenizer.load(tmp_path)
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [{"bos_token": 5}, {"eos_token": ["x"]}, {"eos_token": {"content": 7}}, {"chat_template": 5},
+     {"chat_template": [{"name": "default", "template": 5}]}],
+)  # fmt: skip
+def test_settings_of_the_wrong_kind_are_refused(tmp_path, tokenizer, settings):
+    tokenizer.backend.save(str(tmp_path / "tokenizer.json"))
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(settings))
+    with pytest.raises(CheckpointError, match=r"tokenizer_config\.json: \w+ must be a text"):
+        Tokenizer.load(tmp_path)
+
+
+def test_files_that_make_the_library_panic_or_are_no_text_are_refused(tmp_path, tokenizer):
+    model = {"type": "BPE", "vocab": {"a": 0, "b": 1}, "merges": ["a b"]}  # "ab" is no token
+    (tmp_path / "tokenizer.json").write_text(json.dumps({"version": "1.0", "model": model}))
+    with pytest.raises(CheckpointError, match="is not a tokenizer"):
+        Tokenizer.load(tmp_path)
+    tokenizer.backend.save(str(tmp_path / "tokenizer.json"))
+    (tmp_path / "chat_template.jinja").write_bytes(b"\xff\xfe")
+    with pytest.raises(CheckpointError, match=r"chat_template\.jinja cannot be read"):
+        Tokenizer.load(tmp_path)
+
+
+def test_text_that_is_no_unicode_is_refused(tokenizer):
+    with pytest.raises(ValueError, match="no Unicode"):
+        tokenizer.encode("caf\udce9")
+
+
+def test_ids_without_a_text_are_known(tokenizer):
+    assert tokenizer.knows(0) and not any(tokenizer.knows(i) for i in (-1, tokenizer.vocab_size, 2**40))

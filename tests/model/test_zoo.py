@@ -1,5 +1,6 @@
 """Models by name: the same weights, a dtype that suits the device, plain words when there is no such model."""
 
+import json
 import subprocess
 import sys
 from pathlib import Path
@@ -162,3 +163,15 @@ class TestHub:
         with pytest.raises(CheckpointError, match="owner/name cannot be fetched") as caught:
             zoo.load("owner/name", device="cpu")
         assert "\n" not in str(caught.value) and "connect" in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    "rope", [{"factor": "2"}, {"factor": 2.0, "beta_fast": -1}, {"factor": 2.0, "mscale": "x", "mscale_all_dim": 1}]
+)
+def test_impossible_rope_parameters_name_the_checkpoint(tmp_path, rope):
+    write_checkpoint(tmp_path, "llama")
+    path = tmp_path / "config.json"
+    parameters = {"rope_type": "yarn", "rope_theta": 10_000.0, **rope}
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"rope_parameters": parameters}))
+    with pytest.raises(CheckpointError, match=f"{tmp_path.name}.*positive number"):
+        zoo.load(tmp_path)
