@@ -14,7 +14,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from kvlab.attention import Step, fold, unfold, visible
+from kvlab.attention import DensePart, Step, fold, unfold, visible
 from kvlab.quantization import QuantizedTensor, wide
 
 Stored = Tensor | QuantizedTensor
@@ -40,7 +40,18 @@ class QuantizedPart:
     value_width: int | None = None
 
     def attend(self, queries, step, *, scale, window=None, sinks=0):
+        if 2 * queries.shape[2] >= self.positions.shape[2]:
+            # a prompt: numbers for its own slots are no more than the keys and values that it just brought, and
+            # PyTorch's kernels answer several times sooner
+            dense = self.dequantized(queries.dtype)
+            return dense.attend(queries, step, scale=scale, window=window, sinks=sinks)
         return self.attend_with_lse(queries, step, scale=scale, window=window, sinks=sinks)[0].to(queries.dtype)
+
+    def dequantized(self, dtype: torch.dtype) -> DensePart:
+        """The same slots in full: the oracle of this part."""
+        keys = _numbers(self.keys, dtype)
+        values = None if self.values is None else _numbers(self.values, dtype)
+        return DensePart(keys, values, self.positions, self.start, value_width=self.value_width)
 
     def attend_with_lse(self, queries, step, *, scale, window=None, sinks=0):
         answers = []
@@ -120,6 +131,11 @@ class OnlineSoftmax:
     def answer(self) -> tuple[Tensor, Tensor]:
         """The attention output and its log-sum-exp; zeros and -inf for rows that saw nothing."""
         return self.out / self.total.masked_fill(self.total == 0, 1.0), self.total.log().add_(self.top)
+
+
+def _numbers(blocks: tuple[Stored, ...], dtype: torch.dtype) -> Tensor:
+    numbers = [block.to(dtype) if isinstance(block, Tensor) else block.dequantize(dtype) for block in blocks]
+    return numbers[0] if len(numbers) == 1 else torch.cat(numbers, 3)
 
 
 def _slots(block: Stored, first: int, last: int) -> Stored:

@@ -9,12 +9,14 @@ import sys
 
 import typer
 
+from kvlab.commands.dataset import dataset
 from kvlab.commands.generate import generate
 from kvlab.commands.models import models
 from kvlab.commands.peers import peers
 from kvlab.commands.plan import plan
 from kvlab.commands.roofline import roofline
 from kvlab.commands.size import size
+from kvlab.commands.train_tiny import train_tiny
 from kvlab.terminal import OneLineErrors
 
 app = typer.Typer(
@@ -27,7 +29,7 @@ app = typer.Typer(
     rich_markup_mode=None,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
-for command in (models, size, plan, roofline, generate, peers):
+for command in (models, size, plan, roofline, generate, dataset, peers, train_tiny):
     app.command()(command)
 
 

@@ -56,6 +56,11 @@ class QuantizedTensor:
         codes, scales = self.codes[:, :, start:stop], self.scales[:, :, groups]
         return replace(self, codes=codes, scales=scales, minima=minima)
 
+    def heads(self, start: int, stop: int) -> QuantizedTensor:
+        """Heads start .. stop as a view."""
+        minima = None if self.minima is None else self.minima[:, start:stop]
+        return replace(self, codes=self.codes[:, start:stop], scales=self.scales[:, start:stop], minima=minima)
+
     def levels(self, dtype: torch.dtype) -> Tensor:
         """What the codes stand for before scale and offsets: (B, H_kv, S, D)."""
         if self.codec.kind in FP8:
@@ -103,7 +108,7 @@ def encode(x: Tensor, codec: Codec, scales: Tensor | None = None) -> QuantizedTe
     if scales is not None:
         scales = scales.expand(*x.shape[:3], -1).unsqueeze(dim)
     elif codec.kind == "affine":
-        scales, minima = _affine_scales(groups, dim, codec.largest, stored)
+        scales, minima = _affine_scales(groups, dim, codec.largest, stored, x.dtype)
         groups = groups - minima.to(groups.dtype)
         minima = minima.squeeze(dim)
     else:
@@ -149,9 +154,9 @@ def check_finite(x: Tensor, name: str) -> None:
         raise ValueError(f"{name} contain NaN or infinity, which cannot be quantised")
 
 
-def _affine_scales(groups: Tensor, dim: int, largest: float, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+def _affine_scales(groups: Tensor, dim: int, largest: float, dtype: torch.dtype, came_as: torch.dtype):
     low, high = groups.aminmax(dim=dim, keepdim=True)
-    minima = _rounded_down(low, dtype)
+    minima = low.to(dtype) if dtype == came_as else _rounded_down(low, dtype)
     return _rounded_up((high - minima.to(groups.dtype)) / largest, largest, dtype), minima
 
 

@@ -66,7 +66,9 @@ def chunk(request, monkeypatch):
 
 @every_codec
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32], ids=["fp64", "fp32"])
-@pytest.mark.parametrize(("T", "window", "sinks"), [(1, None, 0), (7, None, 0), (7, 5, 2), (1, 3, 1)])
+@pytest.mark.parametrize(
+    ("T", "window", "sinks"), [(1, None, 0), (7, None, 0), (7, 5, 2), (1, 3, 1), (20, None, 0), (20, 5, 2)]
+)
 def test_codes_are_scored_as_what_they_stand_for(codec, dtype, T, window, sinks, chunk):
     keys, values = randn(2, 2, 32, 16, seed=1, dtype=dtype), randn(2, 2, 32, 16, seed=2, dtype=dtype)
     queries = randn(2, 6, T, 16, seed=3, dtype=dtype)
@@ -161,3 +163,15 @@ def test_no_buffer_grows_with_the_cache(codec):
             part.attend(queries, step, scale=0.3)
         largest[S] = max(event.self_cpu_memory_usage for event in profile.events())
     assert largest[16384] == largest[4096] <= attention_quantized.CHUNK * 8 * 4
+
+
+def test_a_prompt_reads_numbers_and_a_token_reads_codes(monkeypatch):
+    """Numbers for all slots are made only where the step itself is that long."""
+    keys = quantize(randn(1, 2, 16, 16), Codec())
+    part, made = QuantizedPart((keys,), (keys,), positions(16), 0), []
+    whole = QuantizedPart.dequantized
+    monkeypatch.setattr(QuantizedPart, "dequantized", lambda *args: made.append(1) or whole(*args))
+    for T, expected in [(1, 0), (7, 0), (8, 1), (16, 2)]:
+        step = Step.plan(torch.arange(16 - T, 16, dtype=torch.int32)[None])
+        part.attend(randn(1, 2, T, 16), step, scale=0.3)
+        assert len(made) == expected

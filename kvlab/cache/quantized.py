@@ -13,7 +13,7 @@ from kvlab.attention_quantized import QuantizedPart
 from kvlab.cache.base import EMPTY, Bytes, CannotRewind, LayerCache
 from kvlab.cache.contiguous import continued
 from kvlab.cache.dense import DenseCache
-from kvlab.cache.tensor_store import Buffer, TensorStore
+from kvlab.cache.tensor_store import Buffer, TensorStore, append_both
 from kvlab.codecs import Codec, check_codec, check_static
 from kvlab.quantization import check_finite
 
@@ -116,6 +116,8 @@ class QuantizedCache(LayerCache):
         if not self.length:
             self._make_stores(values is not None)
             self._kinds = _kinds(keys, values)
+        if not self.rope_width and values is not None:
+            return append_both(self.key_stores[0], self.value_stores[0], (keys, values))
         widths = [keys.shape[3] - self.rope_width, self.rope_width][: len(self.key_stores)]
         for store, block in zip(self.key_stores, keys.split(widths, 3), strict=True):
             store.append(block)

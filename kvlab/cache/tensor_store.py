@@ -61,6 +61,19 @@ class Buffer:
         return 0 if self.data is None else self.nbytes // (self.data.shape[0] * self.data.shape[2]) * count
 
 
+def append_both(keys: TensorStore, values: TensorStore, fresh: tuple[Tensor, Tensor]) -> None:
+    """Store keys and values; where one codec serves both, in one go: for a single token, calls are what costs."""
+    together = keys.codec == values.codec and fresh[0].shape == fresh[1].shape
+    if not (together and keys.on_arrival and values.on_arrival and fresh[0].shape[2] <= QUANTIZE_AT_ONCE):
+        keys.append(fresh[0])
+        values.append(fresh[1])
+        return
+    heads = fresh[0].shape[1]
+    coded = encode(torch.cat(fresh, 1), keys.codec)
+    keys.append_coded(coded.heads(0, heads))
+    values.append_coded(coded.heads(heads, 2 * heads))
+
+
 class TensorStore:
     """(B, H_kv, S, D): slots 0 .. quantized as codes, the rest, the residual, as they came.
 
@@ -90,6 +103,11 @@ class TensorStore:
         """Numbers that came in beyond the reach of static scales."""
         return 0 if self._clamped is None else int(self._clamped)
 
+    @property
+    def on_arrival(self) -> bool:
+        """Whether tokens are quantised as they come, by scales of their own."""
+        return self.codec is not None and not self.residual and self.static is None
+
     def append(self, x: Tensor) -> None:
         """Store (B, H_kv, T, D)."""
         if self.codec is None or self.residual:
@@ -109,15 +127,18 @@ class TensorStore:
 
     def _quantize(self, x: Tensor) -> None:
         for piece in x.split(QUANTIZE_AT_ONCE // self.per * self.per or self.per, 2):
-            coded = encode(piece, self.codec, self.static)
-            self.codes.append(coded.codes)
-            if self.static is None:
-                self.scales.append(coded.scales)
-            else:
+            if self.static is not None:
                 beyond = count_clamped(piece, self.codec, self.static)
                 self._clamped = beyond if self._clamped is None else self._clamped + beyond
-            if coded.minima is not None:
-                self.minima.append(coded.minima)
+            self.append_coded(encode(piece, self.codec, self.static))
+
+    def append_coded(self, coded: QuantizedTensor) -> None:
+        """Store slots that are codes already."""
+        self.codes.append(coded.codes)
+        if self.static is None:
+            self.scales.append(coded.scales)
+        if coded.minima is not None:
+            self.minima.append(coded.minima)
 
     def slots(self, start: int, stop: int) -> Stored:
         """Slots start .. stop. Across `quantized` they come dequantised, in a copy: keep such ranges short."""

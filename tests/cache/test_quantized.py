@@ -193,6 +193,17 @@ def test_two_bits_are_billed_for_groups_of_32_tokens_only():
         assert cache.bytes().payload == 2 * WIDTH * (192 + 168) * 2 // 8 + dense
 
 
+def test_keys_and_values_are_stored_apart_whether_or_not_one_codec_serves_both():
+    keys, values = tokens(20)
+    together, alone = (
+        QuantizedCache(INT4, INT4),
+        QuantizedCache(INT4, Codec("affine", 4, 16, scale_dtype=torch.bfloat16)),
+    )
+    for cache in (together, alone):  # equal but for the codec's spelling: the second stores one tensor after the other
+        fill(cache, keys, values, [3, 1, 16])
+    assert same(stored(together), stored(alone))
+
+
 # Forgetting
 @every_mix
 @few_examples
@@ -227,6 +238,12 @@ def test_rewinding_through_groups_of_keys():
     assert cache.quantized == (96, 67) and cache.length == 97
     cache.rewind([64])
     assert cache.quantized == (64, 64)
+    for store in cache._stores():  # and nothing of what was there is left
+        assert not store.codes.data[:, :, 64:].any() and not store.tail.data.any()
+        assert (
+            not store.scales.data[:, :, 64 // store.per :].any()
+            and not store.minima.data[:, :, 64 // store.per :].any()
+        )
     once = QuantizedCache.kivi(2, 32, 32)
     fill(once, keys, values, [96])
     once.settle()
@@ -236,6 +253,29 @@ def test_rewinding_through_groups_of_keys():
     assert cache.quantized == (96, 68)
     cache.rewind([0])
     assert cache.length == 0 and cache.bytes().total == 0
+
+
+@pytest.mark.parametrize(
+    "mix", [mix for mix in MIXES.values() if not mix[2]], ids=[n for n in MIXES if not MIXES[n][2]]
+)
+def test_a_ragged_rewind_leaves_no_trace_in_any_row(mix):
+    keys, values = tokens(12, rows=2)
+    cache, alone = QuantizedCache(*mix), QuantizedCache(*mix)
+    fill(cache, keys, values, [12])
+    cache.rewind([9, 7])
+    assert cache.length == 9 and cache.start is None
+    assert [row.tolist() for row in cache.positions[:, 0]] == [[*range(9)], [*range(7), EMPTY, EMPTY]]
+    for store in cache._stores():
+        for buffer in store._buffers():
+            assert buffer.data is None or not (buffer.data[1, :, 7:].any() or buffer.data[0, :, 9:].any())
+    fill(alone, keys[1:], values[1:], [7])
+    assert cache.bytes().payload == (9 + 7) * alone.bytes().payload // 7
+    at = torch.tensor([[9], [7]], dtype=torch.int32)
+    view = cache.update(keys[:, :, 9:10], values[:, :, 9:10], Step.plan(at))
+    twin = alone.update(keys[1:, :, 9:10], values[1:, :, 9:10], Step.plan(at[1:]))
+    query = torch.randn(2, 4, 1, WIDTH)
+    out = attend(query, view, Step.plan(at), scale=0.2)[1:]
+    torch.testing.assert_close(out, attend(query[1:], twin, Step.plan(at[1:]), scale=0.2))
 
 
 def test_rows_behind_a_residual_stay_equally_long():
