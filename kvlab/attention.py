@@ -202,14 +202,16 @@ def _folded(queries: Tensor, keys: Tensor, values: Tensor, sees: Tensor | None, 
 def _causal(queries: Tensor, keys: Tensor, values: Tensor, scale: float) -> Tensor:
     if queries.is_cuda:
         return scaled_dot_product_attention(queries, keys, values, is_causal=True, scale=scale, enable_gqa=True)
-    # CPU: enable_gqa would copy the keys for every query head; one call for each head of a group copies nothing
+    # CPU: enable_gqa would copy the keys for every query head. Heads of a group as a batch over keys of stride 0
+    # copy nothing, and leave the cores more tasks to share evenly.
     B, H, T, D = queries.shape
-    grouped = queries.view(B, keys.shape[1], H // keys.shape[1], T, D)
-    outs = [
-        scaled_dot_product_attention(grouped[:, :, g], keys, values, is_causal=True, scale=scale)
-        for g in range(grouped.shape[2])
+    grouped = queries.view(B, keys.shape[1], H // keys.shape[1], T, D).transpose(1, 2)  # (B, G, H_kv, T, D)
+    shared = (grouped.shape[1], -1, -1, -1)
+    rows = [
+        scaled_dot_product_attention(q, k.expand(shared), v.expand(shared), is_causal=True, scale=scale)
+        for q, k, v in zip(grouped, keys[:, None], values[:, None], strict=True)
     ]
-    return torch.stack(outs, 2).flatten(1, 2)  # (B, H, T, D_v)
+    return torch.stack(rows).transpose(1, 2).flatten(1, 2)  # (B, H, T, D_v)
 
 
 @torch.library.custom_op("kvlab::attend_live", mutates_args=())

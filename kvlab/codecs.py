@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 import torch
@@ -102,7 +103,7 @@ def recipe(name: str, width: int) -> Recipe | None:
 
     Besides RECIPES, schemes named with their groups: int4-g64, int8-g32-r128, kivi2-g32, kivi2-g32-r64.
     """
-    group = min(GROUP, width)
+    group = math.gcd(GROUP, width)  # 32 wherever a row can be cut into groups of 32
     match name:
         case "int8" | "fp8":
             return _same(Codec() if name == "int8" else Codec("e4m3"))

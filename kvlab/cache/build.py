@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 from kvlab.cache.base import KVCache, LayerCache, NoCache
 from kvlab.cache.contiguous import ContiguousCache
 from kvlab.cache.quantized import QuantizedCache
@@ -48,7 +50,7 @@ def _layer_cache(config: ModelConfig, index: int, name: str, capacity: int | Non
 
 def _quantized_cache(config: ModelConfig, name: str) -> QuantizedCache:
     """Layers with a window keep all their tokens too. MLA's rotated columns have scales of their own."""
-    width = config.kv_lora_rank if config.is_mla else config.head_dim
+    width = math.gcd(config.kv_lora_rank, config.qk_rope_head_dim) if config.is_mla else config.head_dim
     how = recipe(name, width)
     how.keys.check_width(width)
     how.values.check_width(width)

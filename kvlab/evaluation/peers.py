@@ -85,14 +85,14 @@ def race(
     weights_bytes = sum(p.numel() * p.element_size() for p in model.parameters())
     prompts = {n: torch.randint(model.config.vocab_size, (n,)).tolist() for n in contexts}
     times: dict[tuple[str, int], list[list[float]]] = {}
-    bandwidth = 0.0
+    bandwidths = []
     for _ in range(repeats):
-        bandwidth = max(bandwidth, read_bandwidth(model.model.embed_tokens.weight.device))
+        bandwidths.append(read_bandwidth(model.model.embed_tokens.weight.device))
         for context in contexts:
             for name, run in contestants.items():
                 times.setdefault((name, context), []).append(run(prompts[context], steps)[1])
                 tick(f"{name} at {context}")
-    dtype = model.model.embed_tokens.weight.dtype
+    bandwidth, dtype = median(bandwidths), model.model.embed_tokens.weight.dtype  # a median, like the speeds
     bounds = {n: bandwidth / (weights_bytes + _cache_bytes(model, n + steps // 2, dtype)) for n in contexts}
     rows = [_row(name, context, turns, bounds[context]) for (name, context), turns in times.items()]
     return Peers(tuple(_compared(rows)), absent, bandwidth, weights_bytes, warmup_s)

@@ -12,7 +12,6 @@ import torch
 from kvlab.attention import Step
 from kvlab.config import ModelConfig, preset_names, resolve
 from kvlab.hardware import choose_dtype
-from kvlab.model import tiny
 from kvlab.model.checkpoint import HUB_ID, Checkpoint, fill, open_checkpoint
 from kvlab.model.tokenizer import Tokenizer
 from kvlab.model.transformer import Transformer
@@ -54,9 +53,9 @@ class LoadedModel:
 
 
 def available() -> tuple[str, ...]:
-    """Return the names whose weights kvlab can find: the offline one, its original, the tiny ones, then the hub's."""
+    """Return the names whose weights kvlab can find: first the offline one, then those on the hub."""
     runnable = [name for name in preset_names() if resolve(name).cannot_run is None]
-    return tuple(dict.fromkeys((OFFLINE, HUB, *tiny.NAMES, *runnable)))
+    return tuple(dict.fromkeys((OFFLINE, HUB, *runnable)))
 
 
 def load(
@@ -130,10 +129,6 @@ def _find(name: str) -> tuple[Checkpoint, str]:
         checkpoint = open_checkpoint(path, name=OFFLINE)
         named = replace(checkpoint, config=replace(checkpoint.config, source=what))
         return named, f"{OFFLINE}: 4-bit weights from {what}, dequantised"
-    if name in tiny.NAMES:
-        checkpoint = open_checkpoint(tiny.weights_directory(name), name=name)
-        named = replace(checkpoint, config=replace(checkpoint.config, source=tiny.SOURCE))
-        return named, f"{name}: a million weights in fp16, {tiny.SOURCE}"
     if name == HUB:
         what = f"{HUB}: {HUB_REPOSITORY} at revision {HUB_REVISION[:8]}"
         return open_checkpoint(HUB_REPOSITORY, name=HUB, revision=HUB_REVISION), what

@@ -312,7 +312,7 @@ def test_reordering_moves_codes_scales_residual_and_positions(mix):
 def test_padding_spoils_no_scale(codec):
     keys, values = tokens(8, rows=2)
     at = torch.tensor([[EMPTY] * 5 + [0, 1, 2], list(range(8))], dtype=torch.int32)
-    keys[0, :, :5], values[0, :, :5] = float("nan"), 1e30  # what stands in padding is nobody's business
+    keys[0, :, :5], values[0, :, :5] = float("nan"), float("inf")  # what stands in padding is nobody's business
     cache, alone = QuantizedCache(codec, codec), QuantizedCache(codec, codec)
     cache.update(keys, values, Step.plan(at))
     alone.update(keys[:1, :, 5:], values[:1, :, 5:], Step.plan(at[:1, 5:]))
@@ -522,3 +522,13 @@ def test_every_name_makes_a_cache_that_shrinks_and_decodes(name):
 def test_names_that_do_not_fit_a_model_are_refused_at_once(name, words):
     with pytest.raises(ValueError, match=words):
         build_cache(config(head_dim=64 if "kivi" in name else 8), name)
+
+
+@pytest.mark.parametrize("name", ["int8", "int4", "fp8", "kivi2-g4-r8"])
+def test_a_latent_is_cut_so_that_its_rope_has_groups_of_its_own(name):
+    mla = dict(kv_lora_rank=24, qk_rope_head_dim=8, qk_nope_head_dim=16, v_head_dim=16)
+    layer = build_cache(config(**mla), name).layers[0]
+    latents, _ = tokens(40, heads=1)
+    view, step = fill(layer, latents, None, [39, 1])
+    assert [store.slots(0, 8).shape[3] for store in layer.key_stores] == [24, 8] and view[0].values is None
+    assert attend(torch.randn(1, 4, 1, WIDTH), view, step, scale=0.2).shape == (1, 4, 1, WIDTH)

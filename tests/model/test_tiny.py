@@ -1,0 +1,109 @@
+"""Four models alike but for attention: equal parameters, and what each stores for a token, counted in a cache."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from kvlab.attention import Step
+from kvlab.cache.build import build_cache
+from kvlab.model import saving, tiny, zoo
+from kvlab.model.transformer import Transformer
+from kvlab.sizing import bytes_per_token
+from tests.harness import positions_of
+
+STORED = {"mha": 2 * 8 * 16, "gqa": 2 * 2 * 16, "mqa": 2 * 1 * 16, "mla": 40 + 8}
+
+
+def model_of(attention: str) -> Transformer:
+    torch.manual_seed(0)
+    return Transformer(tiny.tiny_config(attention)).eval().requires_grad_(False)
+
+
+def test_parameters_are_matched_within_one_percent():
+    counts = [sum(weight.numel() for weight in model_of(attention).parameters()) for attention in tiny.ATTENTIONS]
+    assert max(counts) / min(counts) < 1.01 and 900_000 < min(counts)
+    assert counts == [tiny.tiny_config(attention).num_parameters for attention in tiny.ATTENTIONS]
+
+
+def test_only_attention_and_the_width_of_the_mlp_differ():
+    own = {"model_type", "architectures", "num_key_value_heads", "intermediate_size", "head_dim", "q_lora_rank",
+           "kv_lora_rank", "qk_rope_head_dim", "qk_nope_head_dim", "v_head_dim", "first_k_dense_replace"}  # fmt: skip
+    shared = [{k: v for k, v in tiny.hugging_face_config(a).items() if k not in own} for a in tiny.ATTENTIONS]
+    assert all(config == shared[0] for config in shared) and shared[0]["num_attention_heads"] == 8
+
+
+@pytest.mark.parametrize("attention", tiny.ATTENTIONS)
+def test_numbers_stored_for_a_token(attention):
+    """From a real cache: 2·H_kv·D, or R + D_r. Keys repeated for all query heads before storing would be 256."""
+    model = model_of(attention)
+    cache, ids = build_cache(model.config), torch.arange(65, 77)[None]
+    model(ids, cache.begin(positions_of(ids)), cache)
+    assert cache.bytes().payload == 12 * 4 * STORED[attention] * 4  # tokens, layers, numbers, fp32
+    assert bytes_per_token(model.config, "fp16") == 4 * STORED[attention] * 2
+
+
+def test_the_latent_lies_between_mqa_and_gqa():
+    assert STORED["mqa"] < STORED["mla"] < STORED["gqa"] < STORED["mha"]
+
+
+@pytest.mark.parametrize("text", ["plain text", "  two  blanks\n\ttab", "é ’ π 🙂", "<s></s>\x00\x7f\r\n", ""])
+def test_a_token_is_a_byte(text):
+    tokenizer = tiny.byte_tokenizer()
+    assert tokenizer.encode(text) == list(text.encode()) and tokenizer.decode(text.encode()) == text
+    stream = tokenizer.stream_decoder()
+    assert "".join(stream.push(byte) for byte in text.encode()) + stream.finish() == text
+
+
+def test_the_tokenizer_has_256_tokens_and_no_special_one():
+    tokenizer = tiny.byte_tokenizer()
+    assert (tokenizer.vocab_size, tokenizer.bos_id, tokenizer.eos_id) == (256, None, None)
+
+
+def test_another_name_is_refused():
+    with pytest.raises(ValueError, match="unknown attention 'mqq': one of mha, gqa, mqa, mla"):
+        tiny.tiny_config("mqq")
+
+
+@pytest.mark.parametrize("attention", tiny.ATTENTIONS)
+def test_a_written_directory_gives_the_same_model_back(attention, tmp_path):
+    model = model_of(attention)
+    raw, tokenizer = tiny.hugging_face_config(attention), tiny.byte_tokenizer()
+    saving.write_directory(tmp_path, model, raw, tokenizer, torch.float32)
+    loaded = zoo.load(tmp_path, dtype="fp32", device="cpu")
+    assert all(
+        torch.equal(one, other) for one, other in zip(model.parameters(), loaded.model.parameters(), strict=True)
+    )
+    assert loaded.tokenizer.encode("é") == [0xC3, 0xA9] and loaded.stop_ids == ()
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["config.json", "model.safetensors", "tokenizer.json"]
+
+
+@pytest.mark.parametrize("attention", ["gqa", "mla"])
+def test_transformers_reads_the_directory_and_computes_the_same(attention, tmp_path):
+    from transformers import AutoModelForCausalLM
+
+    model = model_of(attention)
+    saving.write_directory(tmp_path, model, tiny.hugging_face_config(attention), tiny.byte_tokenizer(), torch.float32)
+    theirs = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.float32).eval()
+    ids = torch.arange(65, 95)[None]
+    with torch.no_grad():
+        expected = theirs(ids).logits
+    bound = 1e-5 * float(expected.abs().max())
+    torch.testing.assert_close(model(ids, Step.plan(positions_of(ids))), expected, rtol=0, atol=bound)
+
+
+def test_weights_that_fp16_cannot_hold_are_refused(tmp_path):
+    model = model_of("mqa")
+    model.model.norm.weight[3] = 70_000.0
+    with pytest.raises(ValueError, match=r"tensor model.norm.weight holds values that torch.float16 cannot"):
+        saving.write_directory(tmp_path, model, tiny.hugging_face_config("mqa"), tiny.byte_tokenizer())
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_file_is_replaced_whole_or_not_at_all(tmp_path, monkeypatch):
+    path = tmp_path / "file"
+    saving.replace_file(path, b"old")
+    monkeypatch.setattr(saving.os, "replace", lambda *paths: (_ for _ in ()).throw(KeyboardInterrupt))
+    with pytest.raises(KeyboardInterrupt):
+        saving.replace_file(path, b"new, and never finished")
+    assert path.read_bytes() == b"old"
