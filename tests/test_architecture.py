@@ -126,12 +126,14 @@ def test_kvlab_size_imports_for_less_than_300_ms():
     command = [sys.executable, "-X", "importtime", "-m", "kvlab", "size", "llama-3-8b", "--context", "1", "--json"]
     env = {**os.environ, "PYTHONPATH": str(ROOT)}
     best = 10**9
-    for _ in range(5):
+    for _ in range(20):  # the best counts: other processes can only slow an import down
         done = subprocess.run(command, capture_output=True, text=True, env=env, check=True)
         rows = [line.removeprefix("import time:").split("|") for line in done.stderr.splitlines() if "|" in line]
         times = {name.strip(): int(own) for own, _, name in rows if own.strip().isdigit()}
         assert "kvlab.sizing" in times and not {"torch", "numpy", "transformers"} & set(times)
         best = min(best, sum(times.values()))
+        if best < 300_000:
+            break
     assert best < 300_000, f"{best} microseconds of imports"
 
 
