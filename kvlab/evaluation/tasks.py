@@ -93,7 +93,7 @@ def _passkey(dice: Dice, depth: float) -> Draft:
     return Draft(
         "There is an important pass key hidden in this text. Remember it.\n\n",
         ((depth, f"The pass key is {key}. Remember it."),),
-        "\n\nWhat is the pass key? The pass key is", key, lambda: sentence(dice),
+        "\n\nThe pass key is", key, lambda: sentence(dice),
     )  # fmt: skip
 
 

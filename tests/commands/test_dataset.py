@@ -86,8 +86,9 @@ def test_the_tokenizer_of_a_file_or_a_directory_counts(tmp_path):
     ("options", "message"),
     [
         (("--task", "sudoku"), "unknown task 'sudoku'; kvlab has passkey, needles, recall, variables, tracking"),
+        (("--task", "passkey", "--task", "sudoku", "--model", "no-such-model"), "unknown task 'sudoku'"),
         (("--samples", "0"), "at least one sample is needed, got 0"),
-        (("--task", "passkey", "--tokens", "10"), "passkey needs at least 42 tokens"),
+        (("--task", "passkey", "--tokens", "10"), "passkey needs at least 36 tokens"),
         (("--depth", "2"), "a depth lies between 0 (start of the text) and 1 (its end), got 2.0"),
         (("--model", "no-such-model"), "no-such-model"),
         (("--out", "{tmp}/nowhere/d.jsonl"), "there is no directory"),

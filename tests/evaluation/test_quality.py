@@ -116,6 +116,7 @@ def test_accuracy_counts_and_gives_an_interval(quiz):
     done = accuracy(MODEL, Letters(), quiz, tick=lambda row: seen.append(row["id"]))
     assert (done.right, done.total, done.rate) == (3, 4, 0.75) and (done.low, done.high) == wilson(3, 4)
     assert seen == ["s0", "s1", "s2", "s3"] and [row["right"] for row in done.rows] == [True, True, False, True]
+    assert done.rows[0]["text"] == greedy("ABCDE", 4 + quality.SPARE_TOKENS)
     assert (done.of_task("a").right, done.of_task("b").right) == (1, 2)
     with pytest.raises(ValueError, match="no samples"):
         done.of_task("c")
@@ -202,8 +203,15 @@ def test_the_numbers_are_those_of_the_definition():
 
 def test_every_token_but_the_first_is_predicted_once():
     whole = compare_distributions(MODEL, IDS, blurred, window=39)
-    for window in (2, 13, 38, 40):
-        assert compare_distributions(MODEL, IDS, blurred, window=window).tokens == whole.tokens == 39
+    for window, count in ((2, 20), (13, 3), (38, 2), (40, 1)):
+        rows = []
+        done = compare_distributions(MODEL, IDS, blurred, window=window, tick=rows.append)
+        assert done.tokens == whole.tokens == 39 and len(rows) == count
+
+
+def test_the_exact_numbers_do_not_depend_on_the_stride():
+    one, three = (compare_distributions(MODEL, IDS, blurred, stride=stride) for stride in (1, 3))
+    assert three.perplexity_exact == pytest.approx(one.perplexity_exact, rel=1e-5)
 
 
 def test_windows_are_kept_and_not_run_again(tmp_path, monkeypatch):
