@@ -196,7 +196,7 @@ def resolve(model: str) -> ModelConfig:
 
     Raises ConfigError when there is no such model, suggesting the closest presets.
     """
-    from kvlab.configs.presets import load
+    from kvlab.configs.presets import load, shipped
 
     presets = load()
     key = str(model).strip().lower()
@@ -204,6 +204,8 @@ def resolve(model: str) -> ModelConfig:
         raw, published = presets[key]
         config = ModelConfig.from_dict(raw, name=key)
         return replace(config, **published)
+    if key in shipped():
+        return replace(ModelConfig.from_file(shipped()[key], name=key), source="part of kvlab")
     path = Path(model).expanduser()
     if key and path.exists():
         return ModelConfig.from_file(path)
@@ -216,7 +218,7 @@ def resolve(model: str) -> ModelConfig:
         raise ConfigError(f"{model}: no such file or directory")
     import difflib
 
-    close = difflib.get_close_matches(key, presets, n=3, cutoff=0.5)
+    close = difflib.get_close_matches(key, [*presets, *shipped()], n=3, cutoff=0.5)
     advice = f"did you mean {' or '.join(close)}?" if close else "`kvlab models` lists the presets"
     raise ConfigError(
         f"unknown model {model!r}: {advice} (a directory, a config.json or a hub id owner/name works too)"

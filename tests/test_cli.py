@@ -8,6 +8,7 @@ import sys
 import pytest
 
 from kvlab.config import preset_names
+from kvlab.configs.presets import shipped
 from kvlab.sizing import GIB
 
 MODELS = ("models", "--json")
@@ -38,7 +39,7 @@ def test_json_is_all_there_is_on_stdout(kvlab, arguments, keys):
     answer = json.loads(done.stdout)
     assert done.returncode == 0
     if keys is None:
-        assert [m["name"] for m in answer] == list(preset_names())
+        assert [m["name"] for m in answer] == [*preset_names(), *shipped()]
         assert {"num_hidden_layers", "num_key_value_heads", "head_dim", "cannot_run"} <= set(answer[0])
     else:
         assert keys <= set(answer)
@@ -73,7 +74,7 @@ def test_people_read_units_and_exact_bytes(kvlab):
     assert "14.958 GiB (16,060,522,496 bytes)" in plan and "vllm serve meta-llama/Meta-Llama-3-8B" in plan
     assert "memory" in kvlab("roofline", "llama-3-8b", "--hardware", "h100", "--prompt", "512").stdout
     models = kvlab("models").stdout
-    assert all(name in models for name in preset_names())
+    assert all(name in models for name in (*preset_names(), *shipped()))
 
 
 def test_plan_in_json(kvlab):

@@ -1,4 +1,4 @@
-"""The models whose published shapes come with the package, read from presets.toml."""
+"""The models whose published shapes come with the package, and those whose weights do."""
 
 from __future__ import annotations
 
@@ -13,6 +13,12 @@ def load() -> dict[str, tuple[dict, dict]]:
     text = Path(__file__).with_name("presets.toml").read_text(encoding="utf-8")
     data = tomllib.loads(text)
     return {name: _entry(dict(section), data["family"]) for name, section in data["model"].items()}
+
+
+def shipped() -> dict[str, Path]:
+    """The directories of the tiny models that are part of the package, by name (see kvlab/model/tiny.py)."""
+    folders = (Path(__file__).parent.parent / "data" / "tiny").glob("*/config.json")
+    return {f"tiny-{file.parent.name}": file.parent for file in sorted(folders)}
 
 
 def _entry(section: dict, families: dict) -> tuple[dict, dict]:

@@ -13,8 +13,6 @@ here, more than this GQA. 48 asks the harder question, whether MLA stays good wi
 
 from __future__ import annotations
 
-from pathlib import Path
-
 from tokenizers import Tokenizer as Backend
 from tokenizers import decoders, models, pre_tokenizers
 
@@ -23,8 +21,7 @@ from kvlab.model.tokenizer import Tokenizer
 
 ATTENTIONS = ("mha", "gqa", "mqa", "mla")
 NAMES = tuple(f"tiny-{attention}" for attention in ATTENTIONS)
-SOURCE = "trained by `kvlab train-tiny`, seed 0"
-WEIGHTS = Path(__file__).parent.parent / "data" / "tiny"  # one directory for each attention, seed 0
+SOURCE = "trained by `kvlab train-tiny`, seed 0"  # what lies in kvlab/data/tiny
 
 COMMON = {
     "vocab_size": 256, "hidden_size": 128, "num_hidden_layers": 4, "num_attention_heads": 8,
@@ -56,11 +53,6 @@ def hugging_face_config(attention: str) -> dict:
 def tiny_config(attention: str) -> ModelConfig:
     """The shape of "mha", "gqa", "mqa" or "mla", named tiny-..."""
     return ModelConfig.from_dict(hugging_face_config(attention), name=f"tiny-{attention}", source=SOURCE)
-
-
-def weights_directory(name: str) -> Path:
-    """Where the shipped weights of tiny-mha, tiny-gqa, tiny-mqa or tiny-mla lie."""
-    return WEIGHTS / name.removeprefix("tiny-")
 
 
 def byte_tokenizer() -> Tokenizer:

@@ -11,7 +11,9 @@ import torch
 
 from kvlab.attention import Step
 from kvlab.config import ModelConfig, preset_names, resolve
+from kvlab.configs.presets import shipped
 from kvlab.hardware import choose_dtype
+from kvlab.model import tiny
 from kvlab.model.checkpoint import HUB_ID, Checkpoint, fill, open_checkpoint
 from kvlab.model.tokenizer import Tokenizer
 from kvlab.model.transformer import Transformer
@@ -53,9 +55,9 @@ class LoadedModel:
 
 
 def available() -> tuple[str, ...]:
-    """Return the names whose weights kvlab can find: first the offline one, then those on the hub."""
+    """Return the names whose weights kvlab can find: first those that need no network, then those on the hub."""
     runnable = [name for name in preset_names() if resolve(name).cannot_run is None]
-    return tuple(dict.fromkeys((OFFLINE, HUB, *runnable)))
+    return tuple(dict.fromkeys((OFFLINE, *shipped(), HUB, *runnable)))
 
 
 def load(
@@ -129,6 +131,9 @@ def _find(name: str) -> tuple[Checkpoint, str]:
         checkpoint = open_checkpoint(path, name=OFFLINE)
         named = replace(checkpoint, config=replace(checkpoint.config, source=what))
         return named, f"{OFFLINE}: 4-bit weights from {what}, dequantised"
+    if name in shipped():
+        checkpoint = open_checkpoint(shipped()[name], name=name)
+        return replace(checkpoint, config=replace(checkpoint.config, source=tiny.SOURCE)), f"{name}: {tiny.SOURCE}"
     if name == HUB:
         what = f"{HUB}: {HUB_REPOSITORY} at revision {HUB_REVISION[:8]}"
         return open_checkpoint(HUB_REPOSITORY, name=HUB, revision=HUB_REVISION), what

@@ -2,16 +2,26 @@
 
 from __future__ import annotations
 
+import json
+from pathlib import Path
+
 import pytest
 import torch
+from safetensors import safe_open
 
 from kvlab.attention import Step
 from kvlab.cache.build import build_cache
+from kvlab.config import resolve
+from kvlab.configs.presets import shipped
 from kvlab.model import saving, tiny, zoo
 from kvlab.model.transformer import Transformer
 from kvlab.sizing import bytes_per_token
+from kvlab.training.recipe import bits_per_byte
+from kvlab.training.table import read_rows
+from kvlab.training.text import python_topics
 from tests.harness import positions_of
 
+ROWS = Path(__file__).parents[2] / "book" / "results" / "tiny-training.jsonl"
 STORED = {"mha": 2 * 8 * 16, "gqa": 2 * 2 * 16, "mqa": 2 * 1 * 16, "mla": 40 + 8}
 
 
@@ -45,6 +55,33 @@ def test_numbers_stored_for_a_token(attention):
 
 def test_the_latent_lies_between_mqa_and_gqa():
     assert STORED["mqa"] < STORED["mla"] < STORED["gqa"] < STORED["mha"]
+
+
+class TestShipped:
+    """What lies in the package: one trained model for each attention, of seed 0."""
+
+    def test_there_is_one_for_each_attention(self):
+        assert set(shipped()) == set(tiny.NAMES)
+
+    @pytest.mark.parametrize("attention", tiny.ATTENTIONS)
+    def test_it_is_small_and_has_the_shape_that_is_trained(self, attention):
+        folder = shipped()[f"tiny-{attention}"]
+        assert json.loads((folder / "config.json").read_text()) == tiny.hugging_face_config(attention)
+        assert sum(file.stat().st_size for file in folder.iterdir()) < 2_000_000
+        with safe_open(folder / "model.safetensors", "pt") as file:
+            assert {file.get_tensor(name).dtype for name in file.keys()} == {torch.float16}  # noqa: SIM118
+        assert resolve(f"tiny-{attention}").num_parameters == tiny.tiny_config(attention).num_parameters
+
+    @pytest.mark.parametrize("attention", tiny.ATTENTIONS)
+    def test_it_is_as_good_as_its_recorded_row(self, attention):
+        """On another Python the held-out text is another one: then it is only known to be English of this kind."""
+        loaded, corpus = zoo.load(f"tiny-{attention}", dtype="fp32", device="cpu"), python_topics()
+        assert "seed 0" in loaded.words and loaded.config.name == f"tiny-{attention}"
+        bits = bits_per_byte(loaded.model, corpus.held_out[:8_192], 256)
+        rows = [row for row in read_rows(ROWS) if (row["model"], row["seed"]) == (loaded.config.name, 0)]
+        (last,) = [row for row in rows if row["step"] == row["steps"]]
+        same_text = last["text"]["sha256"] == corpus.about["sha256"]
+        assert abs(bits - last["held_out_bits_per_byte"]) < (0.1 if same_text else 0.5)
 
 
 @pytest.mark.parametrize("text", ["plain text", "  two  blanks\n\ttab", "é ’ π 🙂", "<s></s>\x00\x7f\r\n", ""])

@@ -10,7 +10,7 @@ import torch
 
 from kvlab.attention import Step
 from kvlab.config import ConfigError, preset_names
-from kvlab.model import checkpoint, zoo
+from kvlab.model import checkpoint, tiny, zoo
 from kvlab.model.weights import CheckpointError
 from tests.model.factory import write_checkpoint
 
@@ -52,8 +52,9 @@ def test_a_missing_package_says_how_to_install_it(monkeypatch):
 
 def test_names():
     names = zoo.available()
-    assert names[:2] == ("smollm2-135m", "smollm2-135m-hub") and "qwen3-0.6b" in names
-    assert "deepseek-v3" not in names and set(names) <= {*preset_names(), "smollm2-135m-hub"}
+    assert names[0] == "smollm2-135m" and set(names[1:5]) == set(tiny.NAMES) and names[5] == "smollm2-135m-hub"
+    assert "qwen3-0.6b" in names and "deepseek-v3" not in names
+    assert set(names) <= {*preset_names(), *tiny.NAMES, "smollm2-135m-hub"}
 
 
 @pytest.mark.parametrize("dtype", ["fp32", "bf16", torch.bfloat16, "fp16", torch.float16])
