@@ -19,7 +19,7 @@ from kvlab.model.zoo import LoadedModel
 from kvlab.quantization import quantize
 
 GROUP, RESIDUAL = 32, 32
-TASKS = {"passkey": 512, "recall": 128}  # tokens of a prompt
+TASKS = {"passkey": 384, "recall": 128}  # tokens of a prompt
 WINDOW, STRIDE = 512, 16  # tokens of a window of text, and of a step through it
 LONG_STRIDE = 128  # where steps change nothing
 
@@ -68,8 +68,9 @@ def stored_bits(codec: Codec | None) -> float:
     return 16.0 if codec is None else quantize(torch.zeros(1, 1, GROUP, GROUP), codec).bits_per_number
 
 
-BITS = ("full", "fp8", "8", "4", "2")
+BITS = ("full", "8", "4", "2")
 GRID = tuple(Widths(keys, values) for keys in BITS for values in BITS)
+FP8 = (Widths("fp8", "full"), Widths("full", "fp8"), Widths("fp8", "fp8"))
 # the same keys twice, with a scale for 32 numbers of a token and with one for 32 tokens of a channel
 REPAIR = tuple(
     Widths(keys, values, along, RESIDUAL)
@@ -79,9 +80,9 @@ REPAIR = tuple(
 
 def grid_rows(
     loaded: LoadedModel,
-    widths: Sequence[Widths] = GRID + REPAIR,
+    widths: Sequence[Widths] = GRID + FP8 + REPAIR,
     *,
-    samples: int = 30,
+    samples: int = 24,
     seed: int = 1,
     tasks: dict[str, int] = TASKS,
     text: str | None = None,

@@ -44,7 +44,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--work", type=Path, default=Path("_build/quantised"), help="a folder for rows so far")
     parser.add_argument("--model", default=zoo.OFFLINE)
     parser.add_argument("--dtype", default="fp32")
-    parser.add_argument("--samples", type=int, default=30, help="of each task, for the grid")
+    parser.add_argument("--samples", type=int, default=24, help="of each task, for the grid")
     given = parser.parse_args(arguments)
     out = given.out or Path("book/results") / f"quantised-{given.measure}.json"
     out.parent.mkdir(parents=True, exist_ok=True)

@@ -25,7 +25,7 @@ def tiny() -> zoo.LoadedModel:
 
 
 def test_the_grid_holds_every_pair_once_and_the_repair_compares_like_with_like():
-    assert len({(w.keys, w.values) for w in GRID}) == len(GRID) == len(BITS) ** 2
+    assert len({(w.keys, w.values) for w in GRID}) == len(GRID) == len(BITS) ** 2 == 16
     plain, repaired = ([w for w in REPAIR if w.keys_along == along] for along in ("channels", "tokens"))
     assert [(w.keys, w.values, w.residual) for w in plain] == [(w.keys, w.values, w.residual) for w in repaired]
 
