@@ -19,6 +19,7 @@ import math
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional as F
 
 from kvlab.attention import DensePart, Step, View, attend
 from kvlab.cache.base import LayerCache
@@ -90,7 +91,9 @@ class LatentAttention(nn.Module):
         if not isinstance(part, DensePart) or part.length is not None:
             raise ValueError(f"the unabsorbed layout expands dense parts of eager caches, not {type(part).__name__}")
         keys, values = self._expand(*part.keys.split([self.rank, self.rope_dim], -1))
-        return DensePart(keys, values, part.positions, part.start)
+        # flash attention on CPU wants D_k = D_v; without it a prompt took twice as long
+        values = F.pad(values, (0, max(0, keys.shape[-1] - self.value_dim)))  # (B, H, S, D_k)
+        return DensePart(keys, values, part.positions, part.start, value_width=self.value_dim)
 
     def _expand(self, latent: Tensor, key_rope: Tensor) -> tuple[Tensor, Tensor]:
         up_keys, up_values = self._up()

@@ -45,6 +45,20 @@ def test_attention_alone_is_equal_to_a_millionth():
         torch.testing.assert_close(out, outs[0], rtol=0, atol=1e-5)
 
 
+@pytest.mark.parametrize("value_dim", [4, 10, 16])
+def test_values_narrower_and_wider_than_keys_of_ten(value_dim):
+    """The unabsorbed layout pads narrow values for the kernel, and cuts what comes out."""
+    torch.manual_seed(0)
+    model = Transformer(replace(tiny_config("mla"), v_head_dim=value_dim)).eval().requires_grad_(False)
+    logits = []
+    for layout in LAYOUTS:
+        for layer in model.model.layers:
+            layer.self_attn.layout = layout
+        logits.append(in_chunks(model, tokens(1, 12), build_cache(model.config), [7, 1, 4]))
+    assert_close(logits[1], logits[0])
+    assert_close(logits[2], logits[0])
+
+
 @pytest.mark.parametrize(
     ("layout", "stored"), [("absorbed", 12 + 4), ("unabsorbed", 12 + 4), ("expanded", 4 * (10 + 8))]
 )
