@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
-from kvlab.native import build as native
+from kvlab.native import decode as native
 
 EMPTY = -1  # the position of a slot that holds no token, and of a padding query
 
@@ -108,6 +108,8 @@ class DensePart:
         if self._causal_square(step, window):
             return self._values_of(_causal(queries, self.keys, self._values, scale))
         if self._all_visible(step, window):
+            if native.can_decode(queries, self.keys, self._values):
+                return self._values_of(native.decode(queries, self.keys, self._values, scale)[0].to(queries.dtype))
             return self._values_of(_folded(queries, self.keys, self._values, None, scale))
         sees = visible(step.positions, self.positions, window, sinks)
         return self._values_of(_folded(queries, self.keys, self._values, sees, scale))
@@ -238,8 +240,8 @@ def attend_live(
     if not consecutive or queries.shape[2] > 1 or (window is not None and live > window):
         sees = visible(query_positions, positions[:, :, :live], window, sinks)
         return _folded(queries, keys, values, sees, scale).contiguous()
-    if native.can_decode(queries, keys, values):
-        return native.decode(queries, keys, values, scale)
+    if native.can_decode(queries, keys, values, fewest=1):  # who compiles a step does not mind compiling this
+        return native.decode(queries, keys, values, scale)[0].to(queries.dtype)
     return _folded(queries, keys, values, None, scale).contiguous()
 
 

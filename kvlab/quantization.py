@@ -85,6 +85,9 @@ class QuantizedTensor:
         return x.clamp(-most, most).to(dtype).reshape(self.shape)
 
 
+Stored = Tensor | QuantizedTensor
+
+
 def quantize(x: Tensor, codec: Codec, scales: Tensor | None = None) -> QuantizedTensor:
     """Quantise (B, H_kv, S, D). `scales` (…, D/group_size) freezes them: larger numbers are clamped.
 

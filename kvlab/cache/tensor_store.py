@@ -5,10 +5,10 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from kvlab.attention_quantized import Stored
 from kvlab.cache.base import Bytes
 from kvlab.cache.contiguous import FIRST_CAPACITY
-from kvlab.quantization import Codec, QuantizedTensor, count_clamped, encode, kivi_split, wide
+from kvlab.native import encode as native
+from kvlab.quantization import Codec, QuantizedTensor, Stored, count_clamped, encode, kivi_split, wide
 
 QUANTIZE_AT_ONCE = 2048  # slots; arithmetic on codes is in fp32, and no buffer of it should grow with the prompt
 
@@ -25,11 +25,15 @@ class Buffer:
         return self.data[:, :, : self.used]
 
     def append(self, fresh: Tensor) -> None:
-        needed = self.used + fresh.shape[2]
+        self.make_room(fresh, fresh.shape[2])
+        self.data[:, :, self.used - fresh.shape[2] : self.used] = fresh
+
+    def make_room(self, like: Tensor, count: int) -> None:
+        """Count `count` more slots as used, for the caller to fill."""
+        needed = self.used + count
         capacity = 0 if self.data is None else self.data.shape[2]
         if needed > capacity:
-            self._move(fresh, 0, max(needed, 2 * capacity, self.first))
-        self.data[:, :, self.used : needed] = fresh
+            self._move(like, 0, max(needed, 2 * capacity, self.first))
         self.used = needed
 
     def drop_first(self, count: int) -> None:
@@ -64,7 +68,8 @@ class Buffer:
 def append_both(keys: TensorStore, values: TensorStore, fresh: tuple[Tensor, Tensor]) -> None:
     """Store keys and values; where one codec serves both, in one go: for a single token, calls are what costs."""
     together = keys.codec == values.codec and fresh[0].shape == fresh[1].shape
-    if not (together and keys.on_arrival and values.on_arrival and fresh[0].shape[2] <= QUANTIZE_AT_ONCE):
+    at_once = keys.on_arrival and values.on_arrival and fresh[0].shape[2] <= QUANTIZE_AT_ONCE
+    if not (together and at_once) or keys.encodes_in_place(fresh[0]):
         keys.append(fresh[0])
         values.append(fresh[1])
         return
@@ -125,7 +130,18 @@ class TensorStore:
             self._quantize(self.tail.live[:, :, :due])
             self.tail.drop_first(due)
 
+    def encodes_in_place(self, x: Tensor) -> bool:
+        """Whether a kernel writes the codes of (B, H_kv, T, D) where they belong."""
+        static = self.codec is None or self.static is not None
+        return not static and self.codes.used > 0 and native.can_encode(x, self._buffers_coded(), self.codes.used)
+
     def _quantize(self, x: Tensor) -> None:
+        if self.encodes_in_place(x):
+            slot = self.codes.used
+            for buffer in (self.codes, self.scales, self.minima):
+                buffer.make_room(buffer.data, 1)
+            native.encode(x, self._buffers_coded(), slot)
+            return
         for piece in x.split(QUANTIZE_AT_ONCE // self.per * self.per or self.per, 2):
             if self.static is not None:
                 beyond = count_clamped(piece, self.codec, self.static)
@@ -143,12 +159,17 @@ class TensorStore:
     def slots(self, start: int, stop: int) -> Stored:
         """Slots start .. stop. Across `quantized` they come dequantised, in a copy: keep such ranges short."""
         if stop <= self.quantized:
-            return self._coded().slots(start, stop)
+            coded = self._coded()
+            return coded if (start, stop) == (0, self.quantized) else coded.slots(start, stop)
         tail = self.tail.live[:, :, max(start - self.quantized, 0) : stop - self.quantized]
         if start >= self.quantized:
             return tail
         dtype = wide(tail.dtype)  # what attention computes in: no rounding that codes would not have
         return torch.cat([self._coded().slots(start, self.quantized).dequantize(dtype), tail.to(dtype)], 2)
+
+    def _buffers_coded(self) -> QuantizedTensor:
+        """The whole capacity, slots in use or not."""
+        return QuantizedTensor(self.codes.data, self.scales.data, self.minima.data, self.codec)
 
     def _coded(self) -> QuantizedTensor:
         codes = self.codes.live

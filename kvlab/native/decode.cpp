@@ -1,153 +1,139 @@
-// Attention of one query token over the live slots of a cache, for a CPU.
+// Attention of one query token over the slots of a cache, for a CPU.
 //
 // A decode step reads every stored key and value once and does little with each, so what counts is reading them
-// once, in order, by all cores. The slots of each key/value head are cut into runs; each run is one task. A task
-// scores its slots for all G query heads that share the head, takes a softmax of its own, and leaves three things:
-// its largest score, the sum of its weights, and its weighted values. Runs are then merged exactly as parts of a
-// view are in kvlab/attention.py, by the log-sum-exp of their scores.
+// once, in order, by all cores. The slots of each key/value head are cut into runs; each run is one task. A task reads
+// a few slots at a time as floats, whatever they are stored as, into a buffer that stays in the first-level cache. It
+// scores them for all G query heads that share the head and keeps a running softmax: the largest score, the sum of
+// the weights, and the weighted values. Runs are then merged exactly as the parts of a view are in
+// kvlab/attention.py. No buffer grows with the number of slots.
 
 #include <algorithm>
 #include <cmath>
-#include <cstdint>
-#include <cstring>
 #include <vector>
 
-struct bf16 { uint16_t bits; };
+#include "rows.h"
 
-static inline float widen(float x) { return x; }
-static inline float widen(bf16 x) {
-    uint32_t bits = static_cast<uint32_t>(x.bits) << 16;
-    float wide;
-    std::memcpy(&wide, &bits, 4);
-    return wide;
-}
-static inline void narrow(float x, float& out) { out = x; }
-static inline void narrow(float x, bf16& out) {  // to the nearest, ties to even
-    uint32_t bits;
-    std::memcpy(&bits, &x, 4);
-    out.bits = static_cast<uint16_t>((bits + 0x7FFF + ((bits >> 16) & 1)) >> 16);
-}
+constexpr int64_t SLOTS = 32;  // read at a time: few enough that memory is read while others are being scored
 
-// Sixteen floats that the compiler keeps in one or two registers.
-constexpr int64_t LANES = 16;
-typedef float Lanes __attribute__((vector_size(LANES * sizeof(float))));
+// Softmax attention of one query head over the slots so far: sums / mass, weights being relative to e^top.
+template <int64_t V>
+struct Partial {
+    float top = -INFINITY;
+    Lanes mass = {};  // in sixteen shares
+    alignas(64) float sums[V * LANES] = {};
 
-template <typename T>
-static inline Lanes load(const T* from) {
-    Lanes wide;
-    for (int64_t i = 0; i < LANES; ++i) wide[i] = widen(from[i]);
-    return wide;
-}
+    // Turn the scores of `count` more slots into weights; what was summed before shrinks when a larger score comes.
+    void weights_of(float* scores, int64_t count) {
+        for (int64_t s = count; s < SLOTS; ++s) scores[s] = -INFINITY;
+        Lanes most = load(scores);
+        for (int64_t s = LANES; s < SLOTS; s += LANES) most = larger(most, load(scores + s));
+        const float largest = largest_of(most);
+        if (largest > top) {
+            const float shrink = std::exp(top - largest);
+            top = largest;
+            mass *= shrink;
+            for (float& sum : sums) sum *= shrink;
+        }
+        for (int64_t s = 0; s < SLOTS; s += LANES) {
+            const Lanes weights = exp_of(load(scores + s) - top);
+            store(scores + s, weights);
+            mass += weights;
+        }
+    }
+};
 
-// The sums of sixteen vectors at once. Adding up one vector takes a chain of shuffles; sixteen share them:
-// each round adds neighbours, so that lane i ends as the sum of vector i.
-static inline Lanes sums_of(const Lanes (&x)[LANES]) {
-    Lanes half[8], quarter[4], eighth[2];
-    for (int i = 0; i < 8; ++i)
-        half[i] = __builtin_shufflevector(x[2 * i], x[2 * i + 1], 0, 16, 2, 18, 4, 20, 6, 22, 8, 24, 10, 26, 12, 28, 14, 30) +
-                  __builtin_shufflevector(x[2 * i], x[2 * i + 1], 1, 17, 3, 19, 5, 21, 7, 23, 9, 25, 11, 27, 13, 29, 15, 31);
-    for (int i = 0; i < 4; ++i)
-        quarter[i] = __builtin_shufflevector(half[2 * i], half[2 * i + 1], 0, 1, 16, 17, 4, 5, 20, 21, 8, 9, 24, 25, 12, 13, 28, 29) +
-                     __builtin_shufflevector(half[2 * i], half[2 * i + 1], 2, 3, 18, 19, 6, 7, 22, 23, 10, 11, 26, 27, 14, 15, 30, 31);
-    for (int i = 0; i < 2; ++i)
-        eighth[i] = __builtin_shufflevector(quarter[2 * i], quarter[2 * i + 1], 0, 1, 2, 3, 16, 17, 18, 19, 8, 9, 10, 11, 24, 25, 26, 27) +
-                    __builtin_shufflevector(quarter[2 * i], quarter[2 * i + 1], 4, 5, 6, 7, 20, 21, 22, 23, 12, 13, 14, 15, 28, 29, 30, 31);
-    return __builtin_shufflevector(eighth[0], eighth[1], 0, 1, 2, 3, 4, 5, 6, 7, 16, 17, 18, 19, 20, 21, 22, 23) +
-           __builtin_shufflevector(eighth[0], eighth[1], 8, 9, 10, 11, 12, 13, 14, 15, 24, 25, 26, 27, 28, 29, 30, 31);
-}
-
-// scores[g * count + s] = query g . key s, for D = 16 * V
-template <typename T, int64_t V>
-static void score(const float* query, const T* keys, float* scores, int64_t G, int64_t count) {
+// scores[g * SLOTS + s] = query g . key s, for whole vectors of slots: what lies behind the last is left to the caller
+template <int64_t V>
+static void score(const float* query, const float* keys, float* scores, int64_t G, int64_t count) {
     constexpr int64_t D = V * LANES;
-    for (int64_t s = 0; s < count; s += LANES) {
-        const int64_t some = std::min(LANES, count - s);
+    for (int64_t s = 0; s < count; s += LANES)
         for (int64_t g = 0; g < G; ++g) {
-            Lanes q[V], products[LANES] = {};
+            Lanes q[V], products[LANES];
             for (int64_t v = 0; v < V; ++v) q[v] = load(query + g * D + v * LANES);
-            for (int64_t i = 0; i < some; ++i)
-                for (int64_t v = 0; v < V; ++v) products[i] += q[v] * load(keys + (s + i) * D + v * LANES);
-            const Lanes total = sums_of(products);
-            for (int64_t i = 0; i < some; ++i) scores[g * count + s + i] = total[i];
-        }
-    }
-}
-
-// out[g] = sum over s of weights[g * count + s] * value s
-template <typename T, int64_t V>
-static void weigh(const float* weights, const T* values, float* out, int64_t G, int64_t count) {
-    constexpr int64_t D = V * LANES, TOGETHER = 3;  // query heads whose sums stay in registers
-    for (int64_t first = 0; first < G; first += TOGETHER) {
-        const int64_t some = std::min(TOGETHER, G - first);
-        Lanes sums[TOGETHER][V] = {};
-        for (int64_t s = 0; s < count; ++s) {
-            Lanes value[V];
-            for (int64_t v = 0; v < V; ++v) value[v] = load(values + s * D + v * LANES);
-            for (int64_t g = 0; g < TOGETHER; ++g) {
-                const float w = weights[std::min(first + g, G - 1) * count + s];
-                for (int64_t v = 0; v < V; ++v) sums[g][v] += w * value[v];
+#pragma GCC unroll 16  // or else the products do not stay in registers
+            for (int64_t i = 0; i < LANES; ++i) {
+                products[i] = q[0] * load(keys + (s + i) * D);
+                for (int64_t v = 1; v < V; ++v) products[i] += q[v] * load(keys + (s + i) * D + v * LANES);
             }
+            store(scores + g * SLOTS + s, sums_of(products));
         }
-        for (int64_t g = 0; g < some; ++g) std::memcpy(out + (first + g) * D, sums[g], sizeof sums[g]);
+}
+
+// partials[g].sums += weights[g * SLOTS + s] * value s, over all s and N query heads, whose sums stay in registers
+template <int64_t V, int64_t N>
+static void weigh(const float* weights, const float* values, Partial<V>* partials, int64_t count) {
+    Lanes sums[N][V];
+    for (int64_t g = 0; g < N; ++g) std::memcpy(sums[g], partials[g].sums, sizeof sums[g]);
+    for (int64_t s = 0; s < count; ++s) {
+        Lanes value[V];
+        for (int64_t v = 0; v < V; ++v) value[v] = load(values + (s * V + v) * LANES);
+        for (int64_t g = 0; g < N; ++g)
+            for (int64_t v = 0; v < V; ++v) sums[g][v] += weights[g * SLOTS + s] * value[v];
+    }
+    for (int64_t g = 0; g < N; ++g) std::memcpy(partials[g].sums, sums[g], sizeof sums[g]);
+}
+
+template <int64_t V>
+static void weigh_all(const float* weights, const float* values, Partial<V>* partials, int64_t G, int64_t count) {
+    for (; G >= 3; G -= 3, weights += 3 * SLOTS, partials += 3) weigh<V, 3>(weights, values, partials, count);
+    if (G == 2) weigh<V, 2>(weights, values, partials, count);
+    if (G == 1) weigh<V, 1>(weights, values, partials, count);
+}
+
+// One task: G query heads (G, D) over slots first .. end of row (b, h).
+template <int64_t V>
+static void attend_run(const float* queries, float scale, const Rows& keys, const Rows& values, int64_t b, int64_t h,
+                       int64_t first, int64_t end, Partial<V>* partials, int64_t G) {
+    const Reader read_keys = reader_of<V>(keys), read_values = reader_of<V>(values);
+    std::vector<float> scaled(queries, queries + G * V * LANES), scores(G * SLOTS);
+    for (float& x : scaled) x *= scale;
+    alignas(64) float numbers[SLOTS * V * LANES] = {};
+    for (; first < end; first += SLOTS) {
+        const int64_t count = std::min(SLOTS, end - first);
+        read_keys(keys, b, h, first, count, numbers);
+        score<V>(scaled.data(), numbers, scores.data(), G, count);
+        for (int64_t g = 0; g < G; ++g) partials[g].weights_of(scores.data() + g * SLOTS, count);
+        read_values(values, b, h, first, count, numbers);
+        weigh_all<V>(scores.data(), numbers, partials, G, count);
     }
 }
 
-// queries (B, H_kv, G, D) and out alike; keys and values: row (b, h) begins at b * stride_b + h * stride_h,
-// its slots follow each other, D elements each
-template <typename T, int64_t V>
-static void decode(const T* queries, const T* keys, const T* values, T* out, int64_t B, int64_t H_kv, int64_t G,
-                   int64_t S, int64_t stride_b, int64_t stride_h, float scale, int64_t threads) {
-    constexpr int64_t D = V * LANES;
-    const int64_t heads = B * H_kv;
+// What `runs` tasks found for one query head, `stride` apart: its output (D) and the log-sum-exp of its scores.
+template <int64_t V>
+static float merge(const Partial<V>* partials, int64_t runs, int64_t stride, float* out) {
+    float top = -INFINITY, mass = 0.f, sums[V * LANES] = {};
+    for (int64_t run = 0; run < runs; ++run) top = std::max(top, partials[run * stride].top);
+    for (int64_t run = 0; run < runs; ++run) {
+        const Partial<V>& partial = partials[run * stride];
+        const float weight = std::exp(partial.top - top);
+        for (int64_t i = 0; i < LANES; ++i) mass += weight * partial.mass[i];
+        for (int64_t d = 0; d < V * LANES; ++d) sums[d] += weight * partial.sums[d];
+    }
+    for (int64_t d = 0; d < V * LANES; ++d) out[d] = sums[d] / mass;
+    return top + std::log(mass);
+}
+
+template <int64_t V>
+static void attend(const float* queries, const Rows& keys, const Rows& values, float* out, float* lse, int64_t B,
+                   int64_t H_kv, int64_t G, int64_t S, float scale, int64_t threads) {
+    const int64_t heads = B * H_kv, D = V * LANES;
     const int64_t wanted = std::max<int64_t>(1, 4 * threads / heads);  // enough tasks to share out evenly
-    const int64_t runs = std::max<int64_t>(1, std::min(wanted, S / 64));
-    const int64_t length = (S + runs - 1) / runs;
-    std::vector<float> top(heads * runs * G, -INFINITY), mass(heads * runs * G, 0.f), sums(heads * runs * G * D, 0.f);
+    const int64_t runs = std::max<int64_t>(1, std::min(wanted, S / SLOTS)), length = (S + runs - 1) / runs;
+    std::vector<Partial<V>> partials(heads * runs * G);
 
 #pragma omp parallel for schedule(static) num_threads(threads)
     for (int64_t task = 0; task < heads * runs; ++task) {
-        const int64_t head = task / runs, first = (task % runs) * length;
-        const int64_t count = std::min(S, first + length) - first;
-        if (count <= 0) continue;
-        const int64_t offset = head / H_kv * stride_b + head % H_kv * stride_h + first * D;
-        std::vector<float> query(G * D), weights(G * count);
-        for (int64_t i = 0; i < G * D; ++i) query[i] = widen(queries[head * G * D + i]) * scale;
-        score<T, V>(query.data(), keys + offset, weights.data(), G, count);
-        for (int64_t g = 0; g < G; ++g) {
-            float* w = weights.data() + g * count;
-            const float largest = *std::max_element(w, w + count);
-            float sum = 0.f;
-            for (int64_t s = 0; s < count; ++s) sum += (w[s] = std::exp(w[s] - largest));
-            top[task * G + g] = largest;
-            mass[task * G + g] = sum;
-        }
-        weigh<T, V>(weights.data(), values + offset, sums.data() + task * G * D, G, count);
+        const int64_t head = task / runs, first = task % runs * length;
+        attend_run<V>(queries + head * G * D, scale, keys, values, head / H_kv, head % H_kv, first,
+                      std::min(S, first + length), partials.data() + task * G, G);
     }
-
-    for (int64_t row = 0; row < heads * G; ++row) {
-        const int64_t head = row / G, g = row % G;
-        float largest = -INFINITY, total = 0.f, merged[D] = {};
-        for (int64_t run = 0; run < runs; ++run) largest = std::max(largest, top[(head * runs + run) * G + g]);
-        for (int64_t run = 0; run < runs; ++run) {
-            const int64_t at = (head * runs + run) * G + g;
-            const float weight = std::exp(top[at] - largest);
-            total += weight * mass[at];
-            for (int64_t d = 0; d < D; ++d) merged[d] += weight * sums[at * D + d];
-        }
-        for (int64_t d = 0; d < D; ++d) narrow(merged[d] / total, out[row * D + d]);
-    }
+    for (int64_t row = 0; row < heads * G; ++row)
+        lse[row] = merge<V>(partials.data() + row / G * runs * G + row % G, runs, G, out + row * D);
 }
 
-extern "C" void decode_fp32(const float* q, const float* k, const float* v, float* out, int64_t B, int64_t H_kv,
-                            int64_t G, int64_t D, int64_t S, int64_t stride_b, int64_t stride_h, float scale,
-                            int64_t threads) {
-    if (D == 64) decode<float, 4>(q, k, v, out, B, H_kv, G, S, stride_b, stride_h, scale, threads);
-    if (D == 128) decode<float, 8>(q, k, v, out, B, H_kv, G, S, stride_b, stride_h, scale, threads);
-}
-
-extern "C" void decode_bf16(const bf16* q, const bf16* k, const bf16* v, bf16* out, int64_t B, int64_t H_kv,
-                            int64_t G, int64_t D, int64_t S, int64_t stride_b, int64_t stride_h, float scale,
-                            int64_t threads) {
-    if (D == 64) decode<bf16, 4>(q, k, v, out, B, H_kv, G, S, stride_b, stride_h, scale, threads);
-    if (D == 128) decode<bf16, 8>(q, k, v, out, B, H_kv, G, S, stride_b, stride_h, scale, threads);
+// queries (B, H_kv, G, D) and out alike, lse (B, H_kv, G)
+extern "C" void decode(const float* queries, const Rows* keys, const Rows* values, float* out, float* lse, int64_t B,
+                       int64_t H_kv, int64_t G, int64_t S, float scale, int64_t threads) {
+    if (keys->width == 64) attend<4>(queries, *keys, *values, out, lse, B, H_kv, G, S, scale, threads);
+    if (keys->width == 128) attend<8>(queries, *keys, *values, out, lse, B, H_kv, G, S, scale, threads);
 }
