@@ -82,9 +82,10 @@ def test_a_model_that_cannot_run_says_why():
 
 
 def test_peers_reports_ratios_of_one_run():
-    options = ("--contexts", "16", "--repeats", "1", "--steps", "5", "--no-compile", "--json")
+    options = ("--contexts", "16", "--repeats", "1", "--steps", "5", "--no-compile", "--no-caches", "--json")
     done = run("peers", *options)
     answer = json.loads(done.stdout)
+    assert answer["caches"] is None
     rows = {row["contestant"]: row for row in answer["rows"]}
     assert rows["transformers"]["vs_reference"] == 1.0 and rows["kvlab eager"]["vs_reference"] > 0
     assert answer["weights_bytes"] == 269_030_016 and answer["environment"]["cores"] >= 1
@@ -92,11 +93,27 @@ def test_peers_reports_ratios_of_one_run():
     assert "kvlab eager" in table.stdout and "read bandwidth" in table.stdout
 
 
+def test_peers_compares_caches():
+    short = ("--contexts", "16", "--repeats", "1", "--steps", "4", "--no-compile")
+    options = (*short, "--cache-contexts", "64,9000", "--batches", "1,2")
+    answer = json.loads(run("peers", *options, "--json").stdout)["caches"]
+    rows = {(row["batch"], row["cache"]): row for row in answer["rows"]}
+    assert set(rows) == {(batch, name) for batch in (1, 2) for name in ("contiguous", "int8", "int4")}
+    assert rows[1, "contiguous"]["payload_bytes"] == 64 * 23_040 and rows[1, "int8"]["payload_bytes"] == 32 * 23_040
+    assert rows[1, "int8"]["bytes_ratio"] <= 0.56 and rows[2, "contiguous"]["speed"] == 1.0
+    assert answer["skipped"][0] == "batch 1 at 9,000 tokens: smollm2-135m has 8,192 positions"
+    shown = run("peers", *options).stdout
+    assert "Gain against batch x context" in shown and "left out: batch 2 at 9,000 tokens" in shown
+
+
 @pytest.mark.parametrize(
     ("options", "message"),
     [
         (("--contexts", "64,x"), "'x' is not a prompt length"),
         (("--contexts", "0"), "'0' is not a prompt length"),
+        (("--cache-contexts", "64,-1"), "'-1' is not a cache's length"),
+        (("--cache-contexts", "20"), "a cache of 20 tokens is too short: 5 turns need at least 23"),
+        (("--batches", "1,many"), "'many' is not a batch"),
         (("--repeats", "0"), "at least 1 repeat and 4 steps are needed, got 0 and 24"),
     ],
 )
