@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import ctypes
 import os
+import shlex
 import shutil
 import subprocess
 import tempfile
@@ -29,12 +30,20 @@ def library() -> ctypes.CDLL | str:
     compiler = os.environ.get("CXX") or shutil.which("g++") or shutil.which("clang++")
     if compiler is None:
         return "no C++ compiler was found"
+    try:
+        return _built(shlex.split(compiler))
+    except subprocess.CalledProcessError as error:
+        why = error.stderr
+    except OSError as error:  # no such compiler, or a folder for temporary files that runs nothing
+        why = f"{error}"
+    return f"{compiler} could not build the C++ kernels: {(why.strip() or 'no message').splitlines()[0]}"
+
+
+def _built(compiler: list[str]) -> ctypes.CDLL:
     with tempfile.TemporaryDirectory() as folder:  # once loaded, the file is no longer needed
         target = Path(folder) / "kernels.so"
-        done = subprocess.run([compiler, *FLAGS, *SOURCES, "-o", target], capture_output=True, text=True)
-        if done.returncode != 0:
-            first = (done.stderr.strip() or "no message").splitlines()[0]
-            return f"{compiler} could not compile the C++ kernels: {first}"
+        command = [*compiler, *FLAGS, *SOURCES, "-o", target]
+        subprocess.run(command, capture_output=True, text=True, check=True)
         loaded = ctypes.CDLL(str(target))
     for name, takes in FUNCTIONS.items():
         function = getattr(loaded, name)

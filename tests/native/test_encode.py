@@ -68,7 +68,9 @@ def test_numbers_of_any_size(codec, dtype, data):
 @needs_kernel
 @every_codec
 @every_dtype
-@pytest.mark.parametrize("case", ["zeros", "constant", "all of the range", "one float apart", "halfway", "subnormal"])
+@pytest.mark.parametrize(
+    "case", ["zeros", "constant", "all of the range", "one float apart", "halfway", "a tie", "subnormal"]
+)
 def test_rows_at_the_edge(codec, dtype, case):
     info, x = torch.finfo(dtype), torch.zeros(1, 2, 1, 64, dtype=dtype)
     match case:
@@ -81,6 +83,9 @@ def test_rows_at_the_edge(codec, dtype, case):
             x[..., ::3] *= 1 + info.eps
         case "halfway":  # levels that lie between two codes go to the even one
             x += torch.arange(64, dtype=dtype) % 32 / 2
+        case "a tie":  # in fp32, a minimum halfway between two bf16 numbers, the even one above it or below
+            x += torch.arange(64, dtype=dtype)
+            x -= 1 + torch.tensor([1, 3], dtype=dtype).view(1, 2, 1, 1) * 2.0**-8
         case "subnormal":
             x += torch.arange(64, dtype=dtype) * info.tiny / 64
     assert_same(x, codec)
