@@ -9,6 +9,7 @@ import pytest
 from typer.testing import CliRunner
 
 from kvlab.cli import app
+from kvlab.commands.peers import show_caches
 from kvlab.model import zoo
 from tests.model.factory import write_checkpoint
 
@@ -93,7 +94,7 @@ def test_peers_reports_ratios_of_one_run():
     assert "kvlab eager" in table.stdout and "read bandwidth" in table.stdout
 
 
-def test_peers_compares_caches():
+def test_peers_compares_caches(capsys):
     short = ("--contexts", "16", "--repeats", "1", "--steps", "4", "--no-compile")
     options = (*short, "--cache-contexts", "64,9000", "--batches", "1,2")
     answer = json.loads(run("peers", *options, "--json").stdout)["caches"]
@@ -102,7 +103,8 @@ def test_peers_compares_caches():
     assert rows[1, "contiguous"]["payload_bytes"] == 64 * 23_040 and rows[1, "int8"]["payload_bytes"] == 32 * 23_040
     assert rows[1, "int8"]["bytes_ratio"] <= 0.56 and rows[2, "contiguous"]["speed"] == 1.0
     assert answer["skipped"][0] == "batch 1 at 9,000 tokens: smollm2-135m has 8,192 positions"
-    shown = run("peers", *options).stdout
+    show_caches(answer, "bf16")
+    shown = capsys.readouterr().out
     assert "Gain against batch x context" in shown and "left out: batch 2 at 9,000 tokens" in shown
 
 
