@@ -33,7 +33,7 @@ class Scheme:
     group_size: int | None = None
     group_bytes: int = 0
     keys_along_tokens: bool = False  # KIVI: the keys' groups lie along the tokens, one per channel
-    residual: int = 0  # the newest tokens, kept in 16 bits (see in_full)
+    residual: int = 0  # the newest tokens, kept in 16 bits
 
     @property
     def words(self) -> str:
@@ -45,8 +45,6 @@ class Scheme:
             return f"{self.name}: {self.bits} bits a number" + ("" if self.bits >= 16 else ", scales not counted")
         where = "keys grouped along tokens, values along a row" if self.keys_along_tokens else "groups along a row"
         rest = f"the last {self.residual} tokens in 16 bits" if self.residual else "every token counted as quantised"
-        if self.keys_along_tokens and self.residual:
-            rest = f"{rest} (of the keys, what does not fill {self.residual})"
         tail = f", {rest}" if self.keys_along_tokens or self.residual else ""
         scales = f"an fp16 scale and minimum per {self.group_size} counted"
         return f"{self.name}: {self.bits}-bit codes, {where}, {scales}{tail}"
@@ -63,14 +61,6 @@ class Scheme:
         if not self.keys_along_tokens:
             return Fraction(self.row_bytes(width))
         return -(-width * self.bits // 8) + Fraction(width * self.group_bytes, self.group_size)
-
-    def in_full(self, tokens: int) -> tuple[int, int]:
-        """Of so many tokens, how many keys and how many values stay in 16 bits.
-
-        KIVI's keys leave the residual `residual` at a time, rows leave it one by one.
-        """
-        newest = min(tokens, self.residual)
-        return (tokens % self.residual if self.keys_along_tokens and self.residual else newest), newest
 
     def bits_per_number(self, width: int) -> Fraction:
         """Bits of one stored value in a row of `width` numbers, scales and padding included."""

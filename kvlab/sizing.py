@@ -60,11 +60,12 @@ def tokens_held(config: ModelConfig, layer_type: str, context: int) -> int:
 def _layer_bytes(config: ModelConfig, tokens: int, scheme: Scheme, mla_layout: str) -> Fraction:
     """Bytes of one layer of one request holding `tokens`."""
     r = rows(config, mla_layout)
-    full_keys, full_values = scheme.in_full(tokens)
-    keys = (tokens - full_keys) * scheme.key_row_bytes(r.key_width) + full_keys * 2 * r.key_width
-    width = r.value_width or 0
-    values = (tokens - full_values) * scheme.row_bytes(width) + full_values * 2 * width
-    return r.heads * (keys + values)
+    quantised = r.heads * (
+        scheme.key_row_bytes(r.key_width) + (scheme.row_bytes(r.value_width) if r.value_width else 0)
+    )
+    full = 2 * r.heads * (r.key_width + (r.value_width or 0))  # 16 bits: the residual's rows
+    recent = min(tokens, scheme.residual)
+    return (tokens - recent) * quantised + recent * full
 
 
 def _request_bytes(config: ModelConfig, scheme: Scheme, mla_layout: str, tokens_of: Callable[[str], int]) -> int:

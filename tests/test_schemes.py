@@ -42,8 +42,7 @@ def test_kivi_groups_keys_along_tokens_and_keeps_a_residual():
     assert bytes_ideal(config, 1, dtype="kivi2-g128") == 47  # 20 + 2.5 and 24: whole bytes, rounded up
     kept = tiny("f", head_dim=64)
     plain, with_residual = (bytes_ideal(kept, 100, dtype=d) for d in ("kivi2-g32", "kivi2-g32-r32"))
-    # 4 keys (100 - 96) and 32 values in full, in 2 heads: 128 bytes instead of 16 + 8
-    assert with_residual - plain == (4 + 32) * 2 * (128 - 24)
+    assert with_residual - plain == 32 * 2 * 2 * (128 - 24)  # 32 tokens, keys and values, 2 heads: 128 bytes for 24
     assert bytes_ideal(kept, 20, dtype="kivi2-g32-r32") == bytes_ideal(kept, 20, dtype="bf16")
 
 

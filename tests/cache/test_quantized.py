@@ -7,7 +7,6 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-import configs
 from kvlab import sizing
 from kvlab.attention import EMPTY, DensePart, Step, attend, attend_part, merge
 from kvlab.cache.base import CannotRewind, KVCache
@@ -533,15 +532,3 @@ def test_a_latent_is_cut_so_that_its_rope_has_groups_of_its_own(name):
     view, step = fill(layer, latents, None, [39, 1])
     assert [store.slots(0, 8).shape[3] for store in layer.key_stores] == [24, 8] and view[0].values is None
     assert attend(torch.randn(1, 4, 1, WIDTH), view, step, scale=0.2).shape == (1, 4, 1, WIDTH)
-
-
-@pytest.mark.parametrize("length", [31, 32, 33, 64, 100])
-def test_sizing_counts_the_residual_as_the_cache_stores_it(length):
-    """Keys leave KIVI's residual 32 at a time, values one by one: 16-bit rows and codes add up to the formula."""
-    config = configs.tiny("f", head_dim=WIDTH, num_key_value_heads=2, num_attention_heads=2)
-    cache, step = QuantizedCache.kivi(2, 32, 32), Step.plan(torch.arange(length)[None])
-    cache.update(*torch.randn(2, 1, 2, length, WIDTH, dtype=torch.bfloat16), step)
-    cache.settle()
-    codes = sum(store.bytes(cache.positions >= 0).payload for store in cache._stores())
-    scales = sum(buffer.nbytes_of(buffer.used) for store in cache._stores() for buffer in (store.scales, store.minima))
-    assert codes + scales == sizing.bytes_ideal(config, length, dtype="kivi2-g32-r32")
