@@ -33,7 +33,7 @@ class Scheme:
     group_size: int | None = None
     group_bytes: int = 0
     keys_along_tokens: bool = False  # KIVI: the keys' groups lie along the tokens, one per channel
-    residual: int = 0  # the newest tokens, kept in 16 bits
+    residual: int = 0  # the newest tokens, in 16 bits; KIVI's keys leave it together: so many at most
 
     @property
     def words(self) -> str:
