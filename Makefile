@@ -32,10 +32,11 @@ lint: setup  ## ruff over code and notebooks
 
 # Two workers with one thread each: two workers with two threads each are slower on two cores.
 # The house plan comes first and alone: it measures import times.
-unit: setup  ## unit tests of the package, on the checkout
+unit: setup  ## unit tests of the package, on the checkout, and planted faults that they must notice
 	$(RUN) -m pytest tests/test_architecture.py -q
 	OMP_NUM_THREADS=1 $(RUN) -m pytest tests -n 2 --dist loadfile -q --durations 10 \
 		--ignore tests/test_architecture.py --ignore tests/browser --ignore tests/test_book.py
+	$(RUN) scripts/mutations.py
 
 notebooks: setup  ## every notebook once, outputs compared, kvlab imported from the installed wheel
 	@$(RUN) scripts/run_notebooks.py

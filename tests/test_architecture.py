@@ -19,8 +19,8 @@ FLOORS = {
     4: "generate training engine widgets interop peers",
     3: "model roofline planning",
     2: "cache sizing",
-    1: "native attention attention_quantized quantization codecs packing rope sampling plots config hardware schemes "
-    "configs",
+    1: "native attention attention_quantized quantization codecs packing rope sampling plots "
+    "config hardware schemes configs engine.block_pool engine.radix_tree engine.request",
 }
 FLOOR_OF = {room: floor for floor, rooms in FLOORS.items() for room in rooms.split()}
 WITHOUT_TORCH = [
@@ -28,6 +28,8 @@ WITHOUT_TORCH = [
     "configs.hf_layout", "configs.runnable", "configs.hub",
     "roofline", "planning", "cli", "terminal", "commands.models", "commands.size", "commands.plan",
     "commands.roofline",
+    "engine.request", "engine.block_pool", "engine.radix_tree", "engine.prefix_cache", "engine.radix_cache",
+    "engine.block_tables", "engine.plan", "engine.scheduler", "engine.stats",
 ]  # fmt: skip
 LONGEST_FILE, LONGEST_FUNCTION = 250, 40
 
@@ -38,7 +40,9 @@ def module_name(path: Path) -> str:
 
 
 def room(module: str) -> str:
-    return module.split(".")[0]
+    parts = module.split(".")
+    prefixes = (".".join(parts[:count]) for count in range(len(parts), 0, -1))
+    return next((prefix for prefix in prefixes if prefix in FLOOR_OF), parts[0])
 
 
 def imported(path: Path, lazy: bool = True) -> set[str]:
