@@ -16,13 +16,16 @@ Causality, padding, unused slots, windows, eviction holes and ring order all fol
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 import torch
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
 from kvlab.native import decode as native
+
+if TYPE_CHECKING:
+    from kvlab.rows import Rows
 
 EMPTY = -1  # the position of a slot that holds no token, and of a padding query
 
@@ -34,11 +37,13 @@ class Step:
     positions    (B, T) integer token positions, EMPTY for padding
     start        where every row holds start, start + 1, ...; None when rows differ or are padded
     prompt_ends  (B,) bool, the rows whose prompt ends in this step; None when nobody asked
+    rows         for paged caches: which tokens belong together, and where they are stored
     """
 
     positions: Tensor
     start: int | None = None
     prompt_ends: Tensor | None = None
+    rows: Rows | None = None
 
     @classmethod
     def plan(cls, positions: Tensor, prompt_ends: Tensor | None = None) -> Step:
@@ -102,9 +107,8 @@ class DensePart:
 
     def attend(self, queries, step, *, scale, window=None, sinks=0):
         if self.length is not None:
-            values = self.keys if self.values is None else self.values
-            facts = (self.length, scale, window, sinks, self.start is not None)
-            return self._values_of(attend_live(queries, self.keys, values, self.positions, step.positions, *facts))
+            facts = (self.positions, step.positions, self.length, scale, window, sinks, self.start is not None)
+            return self._values_of(attend_live(queries, self.keys, self._values, *facts))
         if self._causal_square(step, window):
             return self._values_of(_causal(queries, self.keys, self._values, scale))
         if self._all_visible(step, window):
@@ -152,9 +156,7 @@ def attend_part(queries: Tensor, part: Part, step: Step, *, scale: float, window
     return part.attend_with_lse(queries, step, scale=scale, window=window, sinks=sinks)
 
 
-def attend(
-    queries: Tensor, view: View, step: Step, *, scale: float, window: int | None = None, sinks: int = 0
-) -> Tensor:
+def attend(queries: Tensor, view: View, step: Step, *, scale: float, window: int | None = None, sinks: int = 0):
     """Softmax attention of (B, H, T, D_k) queries over the union of a view's parts -> (B, H, T, D_v).
 
     `scale` is always passed: it is D_k ** -0.5 of the head as trained, which MLA's stored width is not.
@@ -184,8 +186,7 @@ def fold(x: Tensor, kv_heads: int) -> Tensor:
 
 def unfold(x: Tensor, heads: int) -> Tensor:
     """Undo fold: (B, H_kv, G*T, D) -> (B, H, T, D)."""
-    B, kv_heads, rows, D = x.shape
-    return x.reshape(B, heads, kv_heads * rows // heads, D)
+    return x.reshape(x.shape[0], heads, -1, x.shape[3])
 
 
 def _repeat_rows(sees: Tensor, queries: Tensor, keys: Tensor) -> Tensor:
@@ -206,8 +207,7 @@ def _causal(queries: Tensor, keys: Tensor, values: Tensor, scale: float) -> Tens
         return scaled_dot_product_attention(queries, keys, values, is_causal=True, scale=scale, enable_gqa=True)
     # CPU: enable_gqa would copy the keys for every query head. Heads of a group as a batch over keys of stride 0
     # copy nothing, and leave the cores more tasks to share evenly.
-    B, H, T, D = queries.shape
-    grouped = queries.view(B, keys.shape[1], H // keys.shape[1], T, D).transpose(1, 2)  # (B, G, H_kv, T, D)
+    grouped = queries.unflatten(1, (keys.shape[1], -1)).transpose(1, 2)  # (B, G, H_kv, T, D)
     shared = (grouped.shape[1], -1, -1, -1)
     rows = [
         scaled_dot_product_attention(q, k.expand(shared), v.expand(shared), is_causal=True, scale=scale)

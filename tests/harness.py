@@ -5,18 +5,23 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cache as memoize
+from functools import partial
 
 import torch
 
 from kvlab.attention import EMPTY, DensePart, Step
 from kvlab.cache.base import KVCache, LayerCache
+from kvlab.cache.block_store import DTYPES as POOL_DTYPES
 from kvlab.cache.contiguous import ContiguousCache
 from kvlab.cache.dense import DenseCache
+from kvlab.cache.paged import PagedCache
+from kvlab.cache.paged_rows import PagedKVCache
 from kvlab.cache.quantized import QuantizedCache
 from kvlab.cache.sliding import SlidingCache
 from kvlab.cache.static import StaticCache
 from kvlab.codecs import Codec
 from kvlab.config import ModelConfig
+from kvlab.engine.block_pool import GONE, blocks_for
 from kvlab.model.transformer import Transformer
 from kvlab.quantization import kivi_split, quantize
 
@@ -36,6 +41,8 @@ class Kind:
     oracle  makes a layer of what a lossy cache must equal; None where that is no cache at all
     scheme  what kvlab.sizing calls the way it stores
     aligned rows must be equally long and have no padding
+    forgets it drops what the window does not see
+    whole   makes the cache of its layers
     """
 
     make: Callable[[], LayerCache]
@@ -43,9 +50,11 @@ class Kind:
     oracle: Callable[[], LayerCache] | None = None
     scheme: str | None = None
     aligned: bool = False
+    forgets: bool = False
+    whole: Callable[[list[LayerCache]], KVCache] = KVCache
 
     def build(self) -> KVCache:
-        return KVCache([self.make() for _ in range(LAYERS)])
+        return self.whole([self.make() for _ in range(LAYERS)])
 
     def expected(self, model: Transformer, ids: torch.Tensor, chunks: Sequence[int] | None = None) -> torch.Tensor:
         """The logits that this cache must give: naive ones, or for a lossy cache its oracle's."""
@@ -81,14 +90,45 @@ def quantized(keys: Codec, values: Codec, residual: int = 0, scheme: str | None 
     return Kind(lambda: QuantizedCache(keys, values, residual), window, oracle, scheme, aligned=residual > 0)
 
 
+class Rounded(ContiguousCache):
+    """The oracle of a pool of another dtype: numbers as they are after a round trip."""
+
+    def __init__(self, dtype: torch.dtype):
+        super().__init__()
+        self.dtype = dtype
+
+    def update(self, keys, values, step):
+        return super().update(*(x if x is None else x.to(self.dtype).to(x.dtype) for x in (keys, values)), step)
+
+
+def paged(block_size: int, kv_dtype: str | None = None, window: int | None = None):
+    """Blocks for three rows of CAPACITY tokens."""
+    oracle = None
+    if kv_dtype in POOL_DTYPES:
+        oracle = partial(Rounded, POOL_DTYPES[kv_dtype])
+    elif kv_dtype:
+        codec = Codec("e4m3") if kv_dtype == "fp8" else Codec()
+        oracle = partial(Dequantized, codec, codec)
+    layer = partial(PagedCache, blocks_for(3 * CAPACITY, block_size), block_size, kv_dtype=kv_dtype)
+    whole = partial(PagedKVCache, windows=[window])
+    return Kind(layer, window, oracle, forgets=window is not None, whole=whole)
+
+
 INT8 = Codec("affine", 8, 8)
 CACHES = {
     "contiguous": Kind(ContiguousCache),
     "static": Kind(lambda: StaticCache(CAPACITY)),
     "contiguous, model with a window": Kind(ContiguousCache, WINDOW),
     "static, model with a window": Kind(lambda: StaticCache(CAPACITY), WINDOW),
-    "sliding": Kind(lambda: SlidingCache(WINDOW), WINDOW),
+    "sliding": Kind(lambda: SlidingCache(WINDOW), WINDOW, forgets=True),
     "sliding, window of everything": Kind(lambda: SlidingCache(CAPACITY)),
+    "paged": paged(16),
+    "paged, blocks of 1": paged(1),
+    "paged, blocks of 3": paged(3),
+    "paged, blocks of 3, model with a window": paged(3, window=WINDOW),
+    "paged, bf16": paged(3, "bf16"),
+    "paged, int8": paged(16, "int8"),
+    "paged, fp8": paged(3, "fp8"),
     "quantized, residual of everything": Kind(lambda: QuantizedCache.kivi(2, 4, CAPACITY), aligned=True),
     "int8": quantized(INT8, INT8, scheme="int8-g8"),
     "int8, model with a window": quantized(INT8, INT8, scheme="int8-g8", window=WINDOW),
@@ -165,7 +205,9 @@ def pad(rows: Sequence[torch.Tensor], width: int, side: str) -> tuple[torch.Tens
 
 def poison(cache: KVCache, value: float = 1e30) -> int:
     """Write `value` into every unused slot of every layer; returns how many slots that were."""
-    return sum(_poison(stored, unused, value) for layer in cache.layers for stored, unused in unused_slots(layer))
+    return sum(
+        _poison(stored, unused, value) for layer in cache.layers for stored, unused in unused_slots(cache, layer)
+    )
 
 
 def _poison(stored: torch.Tensor, unused: torch.Tensor, value: float) -> int:
@@ -173,8 +215,29 @@ def _poison(stored: torch.Tensor, unused: torch.Tensor, value: float) -> int:
     return int(unused.sum())
 
 
-def unused_slots(layer: LayerCache) -> list[tuple[torch.Tensor, torch.Tensor]]:
+def held(cache: KVCache) -> list[torch.Tensor]:
+    """For each layer the positions that it holds, EMPTY among them; where the cache needs none, of row behind row."""
+    if isinstance(cache, PagedKVCache):
+        return [torch.cat([torch.arange(length) for length in cache.lengths])] * len(cache.layers)
+    return [layer.positions.clone() for layer in cache.layers]
+
+
+def bookkeeping(cache: KVCache) -> int:
+    """Bytes of what says which slot holds what."""
+    if isinstance(cache, PagedKVCache):
+        return sum(4 * len(group.tables) * max(map(len, group.tables)) for group in cache.groups)
+    positions = [x.positions if isinstance(x, DenseCache) else x._positions.data for x in cache.layers]
+    return sum(x.nbytes for x in positions)
+
+
+def unused_slots(cache: KVCache, layer: LayerCache) -> list[tuple[torch.Tensor, torch.Tensor]]:
     """Each stored tensor (B, H_kv, C, D) of a layer with its unused slots (B, 1, C, 1)."""
+    if isinstance(layer, PagedCache):
+        used, group = torch.zeros(layer.num_blocks, 1, layer.block_size, 1, dtype=torch.bool), cache.groups[layer.group]
+        for table, length in zip(group.tables, cache.lengths, strict=True):
+            for p in range(length):
+                used[table[p // layer.block_size], 0, p % layer.block_size] |= table[p // layer.block_size] != GONE
+        return [(x, ~used) for x in layer.tensors]
     if isinstance(layer, DenseCache):
         return [(x, layer.positions[..., None] < 0) for x in layer._tensors() if layer.positions is not None]
     answer = []

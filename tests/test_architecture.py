@@ -16,10 +16,10 @@ FILES = sorted(PACKAGE.rglob("*.py"))
 FLOORS = {
     6: "cli commands terminal __main__",
     5: "evaluation homework",
-    4: "generate training engine widgets interop peers",
+    4: "generate beam training engine widgets interop peers",
     3: "model roofline planning",
     2: "cache sizing",
-    1: "native attention attention_quantized quantization codecs packing rope sampling plots "
+    1: "native attention attention_quantized attention_paged rows quantization codecs packing rope sampling plots "
     "config hardware schemes configs engine.block_pool engine.radix_tree engine.request",
 }
 FLOOR_OF = {room: floor for floor, rooms in FLOORS.items() for room in rooms.split()}

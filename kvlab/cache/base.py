@@ -151,9 +151,7 @@ class KVCache:
 
     def reorder(self, rows: Tensor) -> None:
         """Make row i of every layer what row rows[i] was; ValueError, with nothing changed, without such a row."""
-        rows = torch.as_tensor(rows)
-        if rows.dim() != 1 or not rows.numel() or rows.dtype not in (torch.int32, torch.int64):
-            raise ValueError(f"rows must be row numbers, one for each new row, got {rows.dtype} {tuple(rows.shape)}")
+        rows = row_numbers(rows)
         for layer in self.layers:
             layer.check_reorder(rows)
         for layer in self.layers:
@@ -175,3 +173,11 @@ def whole_lengths(lengths: Sequence[int] | Tensor) -> list[int]:
     if not isinstance(found, Sequence) or any(type(length) is not int for length in found):
         raise ValueError(f"lengths must be a list of whole numbers, one for each row, got {found!r}")
     return list(found)
+
+
+def row_numbers(rows: Sequence[int] | Tensor) -> Tensor:
+    """Row numbers as a tensor (B,); raises ValueError for anything else."""
+    rows = torch.as_tensor(rows)
+    if rows.dim() != 1 or not rows.numel() or rows.dtype not in (torch.int32, torch.int64):
+        raise ValueError(f"rows must be row numbers, one for each new row, got {rows.dtype} {tuple(rows.shape)}")
+    return rows

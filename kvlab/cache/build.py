@@ -5,28 +5,37 @@ from __future__ import annotations
 import math
 
 from kvlab.cache.base import KVCache, LayerCache, NoCache
+from kvlab.cache.block_store import pool_format
 from kvlab.cache.contiguous import ContiguousCache
+from kvlab.cache.paged import layer_groups, paged_layers
+from kvlab.cache.paged_rows import PagedKVCache
 from kvlab.cache.quantized import QuantizedCache
 from kvlab.cache.sliding import SlidingCache
 from kvlab.cache.static import StaticCache
 from kvlab.codecs import RECIPES, recipe
 from kvlab.config import ModelConfig
+from kvlab.engine.block_pool import blocks_for
 
+BLOCK_SIZE = 16  # tokens
 CACHES = {
     "none": "store nothing and recompute everything (naive decoding)",
     "contiguous": "one growing buffer for each layer",
     "static": "one buffer of fixed capacity for each layer",
     "sliding": "rings for the layers with a window, growing buffers for the others",
+    "paged": f"blocks of {BLOCK_SIZE} tokens from a pool of fixed capacity; paged-fp8, paged-int8: as 8-bit codes",
     **RECIPES,
 }
 
 
 def build_cache(config: ModelConfig, name: str = "contiguous", capacity: int | None = None) -> KVCache:
-    """A KVCache for `config`. `capacity` (tokens) sizes static caches and is needed for them.
+    """A KVCache for `config`. `capacity` (tokens) sizes static and paged caches and is needed for them.
 
-    Names are those of CACHES, and quantising schemes that name their groups (int4-g64, kivi2-g32-r128, ...).
-    Raises ValueError for an unknown name, a static cache without a capacity, or groups that do not fit a row.
+    Names are those of CACHES, quantising schemes that name their groups (int4-g64, kivi2-g32-r128, ...), and paged
+    with what the pool holds (paged-fp8). A paged cache's capacity is that of all rows together, in whole blocks.
+    Raises ValueError for an unknown name, a missing capacity, or groups that do not fit a row.
     """
+    if name.split("-")[0] == "paged":
+        return paged_cache(config, capacity, kv_dtype=name.partition("-")[2] or None)
     return KVCache([_layer_cache(config, index, name, capacity) for index in range(config.num_hidden_layers)])
 
 
@@ -48,6 +57,16 @@ def _layer_cache(config: ModelConfig, index: int, name: str, capacity: int | Non
             return _quantized_cache(config, name)
 
 
+def paged_cache(
+    config: ModelConfig, capacity: int | None, block_size: int = BLOCK_SIZE, kv_dtype: str | None = None
+) -> PagedKVCache:
+    """A PagedKVCache whose pools hold `capacity` tokens in each layer, rounded up to whole blocks."""
+    if capacity is None:
+        raise ValueError("a paged cache needs a capacity in tokens: prompt length + new tokens, of all rows together")
+    windows, _ = layer_groups(config)
+    return PagedKVCache(paged_layers(config, blocks_for(capacity, block_size), block_size, kv_dtype), windows)
+
+
 def _quantized_cache(config: ModelConfig, name: str) -> QuantizedCache:
     """Layers with a window keep all their tokens too. MLA's rotated columns have scales of their own."""
     width = math.gcd(config.kv_lora_rank, config.qk_rope_head_dim) if config.is_mla else config.head_dim
@@ -63,5 +82,8 @@ def _quantized_cache(config: ModelConfig, name: str) -> QuantizedCache:
 
 def check_name(name: str) -> None:
     """Raise ValueError for a cache that does not exist."""
+    if name.startswith("paged-"):
+        pool_format(name.removeprefix("paged-"))
+        return
     if name not in CACHES and recipe(name, 1) is None:
         raise ValueError(f"unknown cache {name!r}; kvlab has {', '.join(CACHES)}, int4-g64, kivi2-g32-r128, ...")

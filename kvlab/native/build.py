@@ -15,11 +15,13 @@ from ctypes import c_float, c_int64, c_void_p
 from functools import cache
 from pathlib import Path
 
-SOURCES = tuple(Path(__file__).with_name(name) for name in ("decode.cpp", "encode.cpp"))
+SOURCES = tuple(Path(__file__).with_name(name) for name in ("decode.cpp", "encode.cpp", "paged.cpp"))
 FLAGS = ("-O3", "-march=native", "-fopenmp", "-fno-math-errno", "-Wno-psabi", "-shared", "-fPIC", "-std=c++17")
 FUNCTIONS = {  # what each takes
     "decode": [*[c_void_p] * 5, *[c_int64] * 4, c_float, c_int64],
     "encode": [*[c_void_p] * 2, *[c_int64] * 3],
+    "encode_paged": [*[c_void_p] * 4, *[c_int64] * 4],
+    "decode_paged": [*[c_void_p] * 7, *[c_int64] * 8, c_float, c_int64],
 }
 FEWEST_SLOTS = 512  # with fewer, attention is a small part of a step, and no eager call starts a compiler
 
@@ -47,5 +49,5 @@ def _built(compiler: list[str]) -> ctypes.CDLL:
         loaded = ctypes.CDLL(str(target))
     for name, takes in FUNCTIONS.items():
         function = getattr(loaded, name)
-        function.restype, function.argtypes = None, takes
+        function.restype, function.argtypes = c_int64, takes
     return loaded

@@ -55,8 +55,8 @@ def can_decode(queries: Tensor, part: QuantizedPart) -> bool:
         and queries.dtype in DTYPES
         and part.values is not None
         and len(part.keys) == len(part.values) == 1
-        and _readable(part.keys[0])
-        and _readable(part.values[0])
+        and readable(part.keys[0])
+        and readable(part.values[0])
         and absent() is None
     )
 
@@ -82,20 +82,20 @@ def decode(
     (keys,), (values,) = part.keys, part.values
     B, H, _, _ = queries.shape
     _, kv_heads, S, D_v = values.shape
-    G, slots, dot = H // kv_heads, _slots_at_once(queries), kernels.DTYPES[_dot_dtype(queries)]
-    runs = count_runs(B * kv_heads, math.ceil(S / slots), _processors(queries.device))
+    G, slots, dot = H // kv_heads, slots_at_once(queries), kernels.DTYPES[dot_dtype(queries)]
+    runs = count_runs(B * kv_heads, math.ceil(S / slots), processors(queries.device))
     outs = queries.new_empty((B, H, runs, D_v), dtype=torch.float32)
     lses = queries.new_empty((B, H, runs), dtype=torch.float32)
     with torch.cuda.device_of(queries):  # Triton launches on the current device
         kernels.decode_run[(runs, kv_heads, B)](
-            queries.contiguous(), positions.contiguous(), _tensors(keys), _strides(keys), _tensors(values),
-            _strides(values), part.positions, (part.positions.stride(0), part.positions.stride(2)), length,
+            queries.contiguous(), positions.contiguous(), tensors(keys), strides(keys), tensors(values),
+            strides(values), part.positions, (part.positions.stride(0), part.positions.stride(2)), length,
             outs, lses, scale, S, window, sinks,
-            G, _codec(keys), _codec(values), _tile(keys), max(SMALLEST, _power_of_two(G)), slots, dot,
+            G, codec(keys), codec(values), tile(keys), max(SMALLEST, power_of_two(G)), slots, dot,
         )  # fmt: skip
         if runs > 1:
             of_runs, outs, lses = (outs, lses), outs.new_empty((B, H, 1, D_v)), lses.new_empty((B, H, 1))
-            kernels.merge_runs[(B * H,)](*of_runs, outs, lses, runs, _power_of_two(runs), D_v)
+            kernels.merge_runs[(B * H,)](*of_runs, outs, lses, runs, power_of_two(runs), D_v)
     return outs[..., : part.value_width], lses
 
 
@@ -105,52 +105,52 @@ def count_runs(heads: int, most: int, processors: int) -> int:
 
 
 @cache
-def _processors(device: torch.device) -> int:
+def processors(device: torch.device) -> int:
     """Of a GPU (NVIDIA's SMs). Interpreted on a CPU there are none: enough for runs that must be merged."""
     return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 4
 
 
-def _slots_at_once(queries: Tensor) -> int:
+def slots_at_once(queries: Tensor) -> int:
     """What a program reads at a time; half of it where, for want of tensor cores, products take many registers."""
     no_tensor_cores = queries.is_cuda and torch.cuda.get_device_capability(queries.device) < (8, 0)
     return 32 if queries.dtype == torch.float32 or no_tensor_cores else 64
 
 
-def _dot_dtype(queries: Tensor) -> torch.dtype:
+def dot_dtype(queries: Tensor) -> torch.dtype:
     """What is multiplied in: the queries' dtype. Triton's interpreter would multiply bf16 numbers as integers."""
     return torch.float32 if interpreting() and queries.dtype == torch.bfloat16 else queries.dtype
 
 
-def _readable(block: Tensor | QuantizedTensor) -> bool:
+def readable(block: Tensor | QuantizedTensor) -> bool:
     return (
         isinstance(block, QuantizedTensor)
         and block.codec.along == "channels"
         and block.shape[3] in WIDTHS
-        and _tile(block) >= SMALLEST
+        and tile(block) >= SMALLEST
         and block.codes.stride(3) == 1
         and (block.scales.shape[3] == 1 or block.scales.stride(3) == 1)
         and (block.minima is None or block.minima.stride() == block.scales.stride())
     )
 
 
-def _tile(block: QuantizedTensor) -> int:
+def tile(block: QuantizedTensor) -> int:
     """Columns that share a scale, and no bytes."""
     return min(block.codec.group_size or block.shape[3], block.codes.shape[3])
 
 
-def _codec(block: QuantizedTensor) -> tuple[str, int, int, int, int]:
+def codec(block: QuantizedTensor) -> tuple[str, int, int, int, int]:
     """What a kernel is compiled for: kind, bits, bytes of a row, numbers of a row, numbers that share a scale."""
     width, codec = block.shape[3], block.codec
     return codec.kind, codec.bits, block.codes.shape[3], width, codec.group_size or width
 
 
-def _tensors(block: QuantizedTensor) -> tuple[Tensor, Tensor, Tensor | None]:
+def tensors(block: QuantizedTensor) -> tuple[Tensor, Tensor, Tensor | None]:
     return block.codes, block.scales, block.minima
 
 
-def _strides(block: QuantizedTensor) -> tuple[int, ...]:
+def strides(block: QuantizedTensor) -> tuple[int, ...]:
     return block.codes.stride()[:3] + block.scales.stride()[:3]
 
 
-def _power_of_two(n: int) -> int:
+def power_of_two(n: int) -> int:
     return 1 << (n - 1).bit_length()

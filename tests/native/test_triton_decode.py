@@ -24,7 +24,7 @@ from kvlab.native import triton_decode
 from kvlab.quantization import quantize
 
 HERE = Path(__file__).parent
-MODES = {"triton_interpreted.py": "1", "triton_compiled.py": "0"}
+MODES = {"triton_interpreted.py": "1", "triton_interpreted_blocks.py": "1", "triton_compiled.py": "0"}
 needs_triton = pytest.mark.skipif(
     importlib.util.find_spec("triton") is None, reason="Triton is not installed (it exists for Linux only)"
 )

@@ -12,7 +12,7 @@ from triton.backends.compiler import GPUTarget
 
 from kvlab.attention_quantized import QuantizedPart
 from kvlab.codecs import Codec
-from kvlab.native import triton_decode, triton_kernels
+from kvlab.native import triton_blocks, triton_decode, triton_kernels, triton_paged
 from kvlab.quantization import quantize
 
 LIVE, CAPACITY = 1000, 4096
@@ -88,3 +88,20 @@ def test_windows_lengths_and_large_groups_compile(compile_for):
     for group in (1, 71):
         decode, _ = compile_for(90, Codec(), torch.bfloat16, 64, group, window=100, sinks=4, length=length)
         assert ".entry decode_run" in decode
+
+
+@pytest.mark.parametrize("kind", ["numbers", "int8", "fp8"])
+@pytest.mark.parametrize(("capability", "dtype"), [(75, torch.float16), (90, torch.bfloat16), (90, torch.float32)])
+def test_the_kernel_for_blocks_compiles(capability, dtype, kind, monkeypatch):
+    triton.runtime.driver.set_active(AbsentGPU(capability))
+    kernels = Compiler(triton_blocks.decode_blocks), Compiler(triton_kernels.merge_runs)
+    monkeypatch.setattr(triton_blocks, "decode_blocks", kernels[0])
+    monkeypatch.setattr(triton_kernels, "merge_runs", kernels[1])
+    pool = torch.zeros(80, 2, 16, 64, dtype=dtype)
+    if kind != "numbers":
+        pool = quantize(pool, Codec() if kind == "int8" else Codec("e4m3"))
+    tables, lengths = torch.zeros(3, 70, dtype=torch.int32), torch.tensor([1000, 1, 17])
+    for rule in (dict(), dict(window=100, sinks=4)):
+        triton_paged.Pools(pool, pool).decode(torch.zeros(3, 6, 64, dtype=dtype), tables, lengths, scale=0.125, **rule)
+        assert ".entry decode_blocks" in kernels[0].assembly and ".entry merge_runs" in kernels[1].assembly
+        assert ("mma.sync" in kernels[0].assembly) == (dtype == torch.bfloat16)
