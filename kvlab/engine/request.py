@@ -113,6 +113,7 @@ class Sequence:
     registered: int = 0
     state: State = State.WAITING
     finish_reason: str | None = None  # "stop", "length", "cancelled", "dropped" (a beam) or "error"
+    error: str | None = None  # one line, where that is the reason
     scheduled_s: float | None = None
     first_token_s: float | None = None
     finished_s: float | None = None

@@ -92,7 +92,7 @@ def check_nothing_is_lost(engine: Engine) -> None:
     for pool, usage in zip(engine.scheduler.cache.pools, engine.usage(), strict=True):
         pool.check()
         assert usage.used == 0 and usage.free + usage.cached == pool.num_blocks
-    assert not engine.busy and not engine._swapped and not engine._streams
+    assert not engine.busy and not engine._memory.swapped and not engine._streams
 
 
 @settings(max_examples=40, deadline=None)
