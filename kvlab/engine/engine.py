@@ -9,7 +9,6 @@ from __future__ import annotations
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 from typing import Literal
 
 import torch
@@ -23,26 +22,13 @@ from kvlab.engine.memory import Memory
 from kvlab.engine.plan import Plan, Row
 from kvlab.engine.prefix_cache import HashChain, NoPrefixCache
 from kvlab.engine.radix_cache import RadixCache
-from kvlab.engine.request import Request
+from kvlab.engine.request import Output, Request
 from kvlab.engine.scheduler import Scheduler
 from kvlab.engine.stats import Stats, Usage
 from kvlab.model.transformer import Transformer
 from kvlab.sampling import Sampler
 
 PREFIX_CACHES = {"hash": HashChain, "radix": RadixCache, "none": NoPrefixCache}
-
-
-@dataclass(frozen=True)
-class Output:
-    """One new token of one sequence; `finished` says why it was the last one ("stop", "length"), or is None.
-
-    A sequence that failed by itself ends with the token None and "error"; its `error` says why.
-    """
-
-    request_id: str
-    index: int
-    token_id: int | None
-    finished: str | None
 
 
 class Engine:
@@ -246,4 +232,7 @@ class Engine:
 
 
 def _sampler(request: Request) -> Sampler:
-    return Sampler(request.temperature, request.top_k, request.top_p, request.seed)
+    try:
+        return Sampler(request.temperature, request.top_k, request.top_p, request.seed)
+    except ValueError as error:
+        raise ValueError(f"request {request.id}: {error}") from None

@@ -1,4 +1,4 @@
-"""What a client asks for, and the sequences of tokens that answer it."""
+"""What a client asks for, the tokens that it gets, and the sequences that they come from."""
 
 from __future__ import annotations
 
@@ -77,6 +77,19 @@ class Request:
     @property
     def finished(self) -> bool:
         return bool(self.sequences) and all(s.state is State.FINISHED for s in self.sequences)
+
+
+@dataclass(frozen=True)
+class Output:
+    """One new token of one sequence; `finished` says why it was the last one ("stop", "length"), or is None.
+
+    A sequence that failed by itself ends with the token None and "error"; its `error` says why.
+    """
+
+    request_id: str
+    index: int
+    token_id: int | None
+    finished: str | None
 
 
 class State(Enum):
