@@ -143,13 +143,16 @@ def test_a_coded_pool_gives_the_same_tokens_however_steps_are_cut(name, kv_dtype
     assert torch.float64 not in stored or kv_dtype == "int8"  # scales of float64 numbers may be wide
 
 
-def test_parallel_samples_are_those_of_separate_requests():
+@pytest.mark.parametrize("kv_dtype", [None, "int8"])
+def test_parallel_samples_are_those_of_separate_requests(kv_dtype):
     model = tiny_model("gqa")
-    engine = Engine(model, num_blocks=40, block_size=4)
+    engine = Engine(model, num_blocks=40, block_size=4, kv_dtype=kv_dtype)
     request = engine.submit(Request("n", list(range(10)), max_new_tokens=9, temperature=1.0, seed=3, n=3))
     list(engine.run())
     answers = [sequence.output_ids for sequence in request.sequences]
-    assert answers == [alone(model, request, index) for index in range(3)] and len(set(map(tuple, answers))) == 3
+    assert (
+        answers == [alone(model, request, index, kv_dtype) for index in range(3)] and len(set(map(tuple, answers))) == 3
+    )
     assert engine.stats.computed_tokens == 10 + 3 * 8 and engine.stats.copied_blocks == 2
 
 
