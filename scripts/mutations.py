@@ -222,7 +222,7 @@ def run_tests(copy: Path, tests: tuple[str, ...]) -> subprocess.CompletedProcess
     files = [located(name, "tests/engine") for name in tests]
     environment = {
         **os.environ, "PYTHONPATH": str(copy), "PYTHONDONTWRITEBYTECODE": "1", "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1",
-        "KVLAB_ENGINE_STEPS": SEARCH_STEPS,
+        "KVLAB_ENGINE_STEPS": SEARCH_STEPS, "OMP_NUM_THREADS": "1",
     }  # fmt: skip
     command = [sys.executable, "-m", "pytest", "-x", "-q", "--tb=line", "-p", "no:cacheprovider", *files]
     try:
