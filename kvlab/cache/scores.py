@@ -6,7 +6,7 @@ Shapes are those of attention.py; S slots are stored, Q queries are remembered. 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -132,6 +132,16 @@ class Method:
     score: Callable[[Evidence], Tensor]
     asks: str = "none"
     adds: Callable[[Evidence], Tensor] | None = None
+
+
+def shared(method: Method) -> Method:
+    """The method with one score for all KV heads of a layer, their mean: the heads keep the same tokens."""
+
+    def score(evidence: Evidence) -> Tensor:
+        apart = method.score(evidence)
+        return apart.mean(1, keepdim=True).expand_as(apart)  # (B, H_kv, S)
+
+    return replace(method, score=score)
 
 
 METHODS = {
