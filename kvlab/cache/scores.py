@@ -45,7 +45,8 @@ class Evidence:
     def attention(self) -> Iterator[tuple[Tensor, Tensor]]:
         """Weights (B, H_kv, G, q, S) of the remembered queries, some at a time, and what they see, (B, H_kv, 1, q, S).
 
-        They are what attention gave: since these queries were asked, nothing was evicted.
+        Of queries asked since the last decision they are what attention gave. Of older ones (an observation window
+        that is longer than the stride) they are what it would give now, over the tokens that are left.
         """
         kv_heads = self.keys.shape[1]
         wide = torch.float64 if self.keys.dtype == torch.float64 else torch.float32
