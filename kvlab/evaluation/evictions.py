@@ -33,7 +33,7 @@ COMMAND = "python -m kvlab.evaluation.evictions"
 TASKS = {"passkey": 1024, "needles": 512}  # tokens of a prompt
 BUDGETS = {"passkey": (128, 256, 512), "needles": (128, 256)}
 WAYS = (*METHODS, "snapkv-shared", "h2o-shared")  # shared: one kept set for all KV heads of a layer, as TOVA has it
-STRIDE = 32  # positions between decisions once the prompt has ended, for all alike
+STRIDE = 64  # positions between decisions once the prompt has ended, for all alike
 EXACT = "exact"
 ASKED = {
     "known": "the prompt is context and question: the cache is compressed where the question ends",
@@ -110,48 +110,43 @@ def _verdicts(loaded: zoo.LoadedModel, sample: Sample, pairs: Sequence[tuple[str
 
 
 def verdicts(model: Transformer, talk: Conversation, names: Sequence[str]) -> dict[str, dict[str, dict]]:
-    """For each way to ask and each cache: which questions were answered rightly, and the bytes held."""
+    """For each way to ask and each cache: which questions were answered rightly, and the bytes held at the end."""
     question, length = talk.questions[0][0], len(talk.context)
     unseen = forked(model.config, names)
-    _store(model, talk.context[:-1], unseen)
+    with torch.no_grad():
+        for ids, step in _steps(talk.context[:-1], unseen, 0):
+            model.hidden_states(ids, step, unseen)
     seen = deepcopy(unseen)
     logits = prefill(model, talk.context[-1:] + question, seen, start=length - 1)
-    prefill(model, talk.context[-1:], unseen, start=length - 1)
+    before = prefill(model, talk.context[-1:], unseen, start=length - 1)
     answer = {"known": {}, "unknown": {}}
     for name, known, unknown in zip(names, branches(seen), branches(unseen), strict=True):
-        answer["known"][name] = _asked(model, known, talk, logits)
-        apart = prefill(model, question, unknown, start=length)
-        answer["unknown"][name] = _asked(model, unknown, talk, apart)
+        answer["known"][name] = _answered(model, known, talk, logits, length + len(question))
+        answer["unknown"][name] = _answered(model, unknown, talk, before, length)
     return answer
 
 
-def _asked(model: Transformer, cache: KVCache, talk: Conversation, logits: torch.Tensor) -> dict:
-    """Ask in turn, the right answers to earlier questions standing in the text; `logits` follow the first question."""
-    at, right, held = len(talk.context), [], []
+def _answered(model: Transformer, cache: KVCache, talk: Conversation, logits: torch.Tensor, start: int) -> dict:
+    """Go through the questions that are not stored yet, and all answers; `logits` follow the token at start - 1."""
+    text, places = [], []
     for index, (question, answer) in enumerate(talk.questions):
-        if index:
-            logits = prefill(model, question, cache, start=at)
-        right.append(says(model, cache, logits, answer, at + len(question)))
-        held.append(cache.bytes())
-        at += len(question) + len(answer)
-    return {"right": right, "payload_bytes": held[0].payload, "total_bytes": held[0].total}
+        text += question if index or start == len(talk.context) else []
+        places.append(slice(len(text), len(text) + len(answer)))
+        text += answer
+    chosen, held = likeliest(model, cache, logits, text, start), cache.bytes()
+    right = [chosen[place] == text[place] for place in places]
+    return {"right": right, "payload_bytes": held.payload, "total_bytes": held.total}
 
 
 @torch.no_grad()
-def says(model: Transformer, cache: KVCache, logits: torch.Tensor, answer: Sequence[int], start: int) -> bool:
-    """Whether greedy decoding gives the answer: each of its tokens is the likeliest one after those before it.
+def likeliest(model: Transformer, cache: KVCache, logits: torch.Tensor, ids: Sequence[int], start: int) -> list[int]:
+    """The likeliest token in the place of each of these, after those before it; all are stored.
 
-    logits (1, vocabulary) after the token at start - 1. The whole answer is stored, as if the model had written it.
+    Greedy decoding writes a text exactly when each of its tokens is the likeliest: one pass judges a right answer,
+    and questions after it. logits (1, vocabulary) follow the token at start - 1.
     """
-    after = [model(ids, step, cache)[0] for ids, step in _steps(answer, cache, start)]  # (T, vocabulary)
-    chosen = torch.cat([logits, *after])[:-1].argmax(-1)  # (T,)
-    return chosen.tolist() == list(answer)
-
-
-@torch.no_grad()
-def _store(model: Transformer, context: Sequence[int], cache: KVCache) -> None:
-    for ids, step in _steps(context, cache, 0):
-        model.hidden_states(ids, step, cache)
+    after = [model(some, step, cache)[0] for some, step in _steps(ids, cache, start)]  # (T, vocabulary)
+    return torch.cat([logits, *after])[:-1].argmax(-1).tolist()
 
 
 def _steps(ids: Sequence[int], cache: KVCache, start: int, chunk: int = 256) -> Iterator[tuple[torch.Tensor, Step]]:
