@@ -26,7 +26,7 @@ class Budget:
         if (self.tokens is None) == (self.share is None):
             raise ValueError(f"a budget is either tokens or a share, got tokens {self.tokens} and share {self.share}")
         if self.share is not None and not 0 < self.share <= 1:
-            raise ValueError(f"a share of the tokens lies above 0 and is 1 at most, got {self.share}")
+            raise ValueError(f"a share of the tokens lies above 0 and is 1 at most, got {float(self.share):g}")
         if self.tokens is not None and (type(self.tokens) is not int or self.tokens < 1):
             raise ValueError(f"a budget keeps a whole number of tokens and at least 1, got {self.tokens}")
         if self.sinks < 0 or self.recent < 0:

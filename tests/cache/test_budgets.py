@@ -47,7 +47,7 @@ def test_tokens_are_tokens():
         ({"tokens": -3}, "got -3"),
         ({"tokens": 2.5}, "whole number of tokens .* got 2.5"),
         ({"tokens": True}, "whole number"),
-        ({"share": 0.0}, "above 0 and is 1 at most, got 0.0"),
+        ({"share": 0.0}, "above 0 and is 1 at most, got 0"),
         ({"share": 1.2}, "got 1.2"),
         ({"share": -0.1}, "got -0.1"),
         ({"share": float("nan")}, "got nan"),

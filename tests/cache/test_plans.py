@@ -108,7 +108,7 @@ def test_a_layer_whose_own_window_is_wider_is_narrowed(name, kind):
         ("sinks-4-256", "cannot read"),
         ("h2o-0", "at least 1, got 0"),
         ("h2o-0%", "above 0 and is 1 at most, got 0"),
-        ("h2o-150%", "above 0 and is 1 at most, got 3/2"),
+        ("h2o-150%", "above 0 and is 1 at most, got 1.5"),
         ("h2o-8-sinks4-recent8", "8 tokens cannot hold 4 sinks and 8 recent tokens: give at least 12"),
         ("h2o-256-stride0", "at least one position apart"),
         ("h2o-256-sinks4-sinks8", "an option is given twice"),
