@@ -15,6 +15,7 @@ from torch import Tensor
 from kvlab.cache.base import KVCache
 from kvlab.generate import check_request, prefill
 from kvlab.model.transformer import Transformer
+from kvlab.sampling import check_logits
 
 
 @dataclass(frozen=True)
@@ -37,23 +38,29 @@ def beam_search(
 ) -> list[Beam]:
     """The `width` best continuations that the search finds, likeliest first; `cache` must be empty.
 
-    A beam that ends with a stop token keeps its place while others go on. Raises ValueError for requests that
-    cannot be served and for a width below 1 or above the vocabulary.
+    A beam that ends with a stop token keeps its place while others go on. A cache of fixed capacity needs room for
+    `width` rows. Raises ValueError for requests that cannot be served, for a width below 1 or above the vocabulary,
+    and for logits that are not finite.
     """
     check_request(model, prompt_ids, max_new_tokens)
-    if not 1 <= width <= model.config.vocab_size:
-        raise ValueError(f"a beam is 1 to {model.config.vocab_size} continuations wide, got {width}")
+    if type(width) is not int or not 1 <= width <= model.config.vocab_size:
+        raise ValueError(f"a beam is 1 to {model.config.vocab_size} continuations wide, got {width!r}")
     logits = prefill(model, prompt_ids, cache)  # (1, vocabulary)
-    scores, tokens = logits[0].float().log_softmax(-1).topk(width)
+    scores, tokens = _log_probabilities(logits)[0].topk(width)
     cache.reorder(torch.zeros(width, dtype=torch.int64))
     beams = [Beam((token,), score) for token, score in zip(tokens.tolist(), scores.tolist(), strict=True)]
     for position in range(len(prompt_ids), len(prompt_ids) + max_new_tokens - 1):
         if all(beam.token_ids[-1] in stop_ids for beam in beams):
             break
         logits = _advance(model, beams, position, cache)  # (width, vocabulary)
-        beams, rows = _best(beams, logits.float().log_softmax(-1), stop_ids)
+        beams, rows = _best(beams, _log_probabilities(logits), stop_ids)
         cache.reorder(torch.tensor(rows))
     return beams
+
+
+def _log_probabilities(logits: Tensor) -> Tensor:
+    check_logits(logits)
+    return logits.double().log_softmax(-1)  # sums over long texts should not lose what tells beams apart
 
 
 def _advance(model: Transformer, beams: list[Beam], position: int, cache: KVCache) -> Tensor:

@@ -67,7 +67,7 @@ class Sampler:
         the lowest id among equals. Raises ValueError for logits that are not finite and for a wrong number
         of generators.
         """
-        _check_logits(logits)
+        check_logits(logits)
         if self.temperature == 0:
             return logits.argmax(dim=-1)  # (B, V) -> (B,)
         streams = [generators] if isinstance(generators, torch.Generator) else list(generators or ())
@@ -86,7 +86,8 @@ class Sampler:
         return ids.gather(-1, place).squeeze(-1)  # (B, 1) -> (B,)
 
 
-def _check_logits(logits: Tensor) -> None:
+def check_logits(logits: Tensor) -> None:
+    """Refuse what is not (batch, vocabulary) or not finite, and name the first such row."""
     if logits.ndim != 2 or logits.shape[-1] == 0:
         raise ValueError(f"logits must be (batch, vocabulary), got shape {tuple(logits.shape)}")
     finite = torch.isfinite(logits).all(dim=-1)

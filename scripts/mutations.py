@@ -24,7 +24,10 @@ SECONDS = 600  # a fault that makes the tests hang is noticed too; a busy machin
 
 @dataclass(frozen=True)
 class Mutation:
-    """Replace `source`, which occurs once in `file`, and run `tests`."""
+    """Replace `source`, which occurs once in `file`, and run `tests`.
+
+    Files are named from the root of the repository on, those of the engine by their bare names.
+    """
 
     name: str
     file: str
@@ -34,14 +37,24 @@ class Mutation:
 
     def apply(self, copy: Path) -> None:
         """Break the copy. Raises ValueError where the source is not there exactly once."""
-        path = copy / "kvlab" / "engine" / self.file
+        path = copy / located(self.file, "kvlab/engine")
         text = path.read_text(encoding="utf-8")
         if text.count(self.source) != 1:
             raise ValueError(f"{self.name}: {self.file} has {text.count(self.source)} times, not once: {self.source!r}")
         path.write_text(text.replace(self.source, self.replacement), encoding="utf-8")
 
 
+def located(name: str, folder: str) -> str:
+    return name if "/" in name else f"{folder}/{name}"
+
+
 POOL, TREE, KEYS = ("test_block_pool.py",), ("test_radix_tree.py",), ("test_prefix_cache.py",)
+# what runs the model; each test is named, for importing torch takes longer than all tests of a pool
+FORKS = ("test_engine.py::test_parallel_samples_are_those_of_separate_requests",)
+CHUNKS = ("test_engine.py::test_the_size_of_chunks_changes_nothing[hybrid]",)
+SWAPS = ("test_engine.py::test_preemption_changes_no_token[gqa-swap]",)
+FAILURES = ("test_engine_failures.py::test_a_sequence_that_is_no_number_ends_alone_and_is_never_found[0-hash]",)
+BEAMS = ("tests/test_beam.py::test_beams_share_blocks_and_copy_only_what_they_write[3]",)
 MUTATIONS = [
     Mutation(
         "a stale key is not cleared", "block_pool.py",
@@ -155,15 +168,61 @@ MUTATIONS = [
         "what is found again after preemption is a hit", "stats.py",
         "new = max(0, tokens - sequence.peak)", "new = tokens",
     ),
+    Mutation(
+        "a shared block is not copied before it is written", "memory.py",
+        "                layer.copy_blocks(plan.copies[group])\n", "                pass\n", FORKS,
+    ),
+    Mutation(
+        "scales stay behind when a block is copied", "kvlab/cache/paged.py",
+        "for x in self.tensors:\n                x[targets]",
+        "for x in (x for x in self.tensors if x.shape[-1] > 1):\n                x[targets]", FORKS,
+    ),
+    Mutation(
+        "a request's answers share their random numbers", "engine.py",
+        "key = (request.id, index)", "key = (request.id, 0)", FORKS,
+    ),
+    Mutation(
+        "swapped blocks come back in another's place", "memory.py",
+        "layer.write_blocks([block], content)", "layer.write_blocks([place], content)", SWAPS,
+    ),
+    Mutation(
+        "tokens are stored beside their slots", "kvlab/rows.py",
+        "block_size + offset).to(device)", "block_size + (offset + 1) % block_size).to(device)", CHUNKS,
+    ),
+    Mutation(
+        "a chunk's first tokens lose their window", "kvlab/rows.py",
+        "first_needed(length - T, window, size)", "first_needed(length, window, size)", CHUNKS,
+    ),
+    Mutation(
+        "a window's blocks are read as if from the beginning", "kvlab/rows.py",
+        "(index[..., None] * size", "((index - index[:, :1])[..., None] * size", CHUNKS,
+    ),
+    Mutation(
+        "scales are read from another row's blocks", "kvlab/attention_paged.py",
+        "codes, scales = (_gather(x, blocks, count) for x in (pool.codes, pool.scales))",
+        "codes, scales = _gather(pool.codes, blocks, count), _gather(pool.scales, blocks.flip(0), count)", FORKS,
+    ),
+    Mutation(
+        "what is no number stays in its blocks", "engine.py",
+        "        self._memory.clear(failed)\n", "", FAILURES,
+    ),
+    Mutation(
+        "only what tokens are drawn from is looked at", "engine.py",
+        "        if chunks:\n", "        if False:\n", FAILURES,
+    ),
+    Mutation(
+        "a beam writes to a block that others read", "kvlab/cache/paged_rows.py",
+        "self.pool.references(table[-1]) > 1", "self.pool.references(table[-1]) > 2", BEAMS,
+    ),
 ]  # fmt: skip
 
 
 def run_tests(copy: Path, tests: tuple[str, ...]) -> subprocess.CompletedProcess | None:
     """Run tests in the copy until one fails; None when they hang."""
-    files = [f"tests/engine/{name}" for name in tests]
+    files = [located(name, "tests/engine") for name in tests]
     environment = {
         **os.environ, "PYTHONPATH": str(copy), "PYTHONDONTWRITEBYTECODE": "1", "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1",
-        "KVLAB_ENGINE_STEPS": SEARCH_STEPS,
+        "KVLAB_ENGINE_STEPS": SEARCH_STEPS, "OMP_NUM_THREADS": "1",
     }  # fmt: skip
     command = [sys.executable, "-m", "pytest", "-x", "-q", "--tb=line", "-p", "no:cacheprovider", *files]
     try:
@@ -173,11 +232,12 @@ def run_tests(copy: Path, tests: tuple[str, ...]) -> subprocess.CompletedProcess
 
 
 def make_copy(folder: Path) -> Path:
-    """Copy what the engine's tests need; nothing in it imports torch."""
-    for name in ("kvlab/engine", "tests/engine"):
+    """Copy the package and the tests that are run."""
+    for name in ("kvlab", "tests/engine"):
         shutil.copytree(ROOT / name, folder / name, ignore=shutil.ignore_patterns("__pycache__"))
-    for name in ("kvlab/__init__.py", "tests/__init__.py", "tests/conftest.py", "pyproject.toml"):
-        shutil.copy(ROOT / name, folder / name)
+    for name in ("__init__.py", "conftest.py", "harness.py", "test_beam.py"):
+        shutil.copy(ROOT / "tests" / name, folder / "tests" / name)
+    shutil.copy(ROOT / "pyproject.toml", folder)
     return folder
 
 
@@ -192,7 +252,7 @@ def notice(mutation: Mutation) -> str | None:
     if done.returncode not in (0, 1):  # a copy that cannot be imported proves nothing
         raise ValueError(f"{mutation.name}: the tests did not run:\n{done.stdout[-2000:]}{done.stderr[-2000:]}")
     failed = [line.split(" - ")[0] for line in done.stdout.splitlines() if line.startswith("FAILED ")]
-    return failed[0].removeprefix("FAILED tests/engine/") if failed else None
+    return failed[0].removeprefix("FAILED tests/").removeprefix("engine/") if failed else None
 
 
 def main(words: list[str]) -> int:

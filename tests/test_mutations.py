@@ -8,10 +8,12 @@ from mutations import MUTATIONS, Mutation
 
 @pytest.mark.parametrize("mutation", MUTATIONS, ids=lambda m: m.name)
 def test_the_line_to_break_is_there_once(mutation):
-    text = (mutations.ROOT / "kvlab" / "engine" / mutation.file).read_text(encoding="utf-8")
+    text = (mutations.ROOT / mutations.located(mutation.file, "kvlab/engine")).read_text(encoding="utf-8")
     assert text.count(mutation.source) == 1
     assert mutation.source != mutation.replacement
-    assert all((mutations.ROOT / "tests" / "engine" / name).is_file() for name in mutation.tests)
+    for test in mutation.tests:
+        name, _, function = mutations.located(test, "tests/engine").partition("::")
+        assert f"def {function.partition('[')[0]}" in (mutations.ROOT / name).read_text(encoding="utf-8")
 
 
 def test_a_fault_that_no_test_notices_fails_the_run(monkeypatch, capsys):

@@ -9,6 +9,7 @@ from typing import Annotated, Optional
 import typer
 
 from kvlab.commands.options import Json
+from kvlab.commands.peers_engine import measure_engine, show_engine
 from kvlab.terminal import print_json, print_table, seconds
 
 
@@ -25,12 +26,17 @@ def peers(
         str, typer.Option("--cache-contexts", help="Tokens in the compared caches.")
     ] = "1024,2048,8192",
     batches: Annotated[str, typer.Option("--batches", help="Rows in the compared caches.")] = "1,4,16",
+    engine: Annotated[bool, typer.Option("--engine", help="Race the engine on many requests instead.")] = False,
+    requests: Annotated[int, typer.Option("--requests", help="How many arrive together, with --engine.")] = 32,
     json: Json = False,
 ) -> None:
     """Race kvlab against transformers and llama.cpp, and caches against each other.
 
-    All run the same weights, in turns; what is printed are ratios.
+    All run the same weights, in turns; what is printed are ratios. With --engine, many requests are served at once.
     """
+    if engine:
+        answer = measure_engine(model, dtype, device, requests=requests, repeats=repeats)
+        return print_json(answer) if json else show_engine(answer)
     lengths, held = parse_numbers(contexts, "a prompt length"), parse_numbers(cache_contexts, "a cache's length")
     rows = parse_numbers(batches, "a batch")
     if repeats < 1 or steps < 4:

@@ -51,17 +51,19 @@ class BlockTables:
     def extend(self, sequence: Sequence, count: int) -> Pairs:
         """Make room for the next `count` tokens, which must fit. Returns the blocks to copy before they are written.
 
-        A block that others read too is not written: the sequence gets a copy of its own.
+        A block that others read too is not written: the sequence gets a copy of its own. Blocks that it has room in
+        already, behind drafts that were rejected, are written again.
         """
         copies: Pairs = [[] for _ in self.pools]
         for group, table in enumerate(sequence.tables):
             if self._must_copy(group, sequence):
-                shared, (own,) = table[-1], self.cache.allocate(group, 1)
+                last = sequence.stored // self.block_size
+                shared, (own,) = table[last], self.cache.allocate(group, 1)
                 self.pools[group].free([shared])
                 copies[group].append((shared, own))
-                table[-1] = own
+                table[last] = own
             missing = blocks_for(sequence.stored + count, self.block_size) - len(table)
-            table += self.cache.allocate(group, missing)
+            table += self.cache.allocate(group, max(0, missing))
         return copies
 
     def give_back(self, sequence: Sequence) -> None:

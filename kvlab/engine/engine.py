@@ -7,8 +7,8 @@ values lie is the pools'. The model sees N tokens in a row and their positions.
 from __future__ import annotations
 
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 from typing import Literal
 
 import torch
@@ -17,27 +17,18 @@ from torch import Tensor
 from kvlab.attention_paged import Rows
 from kvlab.cache.base import KVCache
 from kvlab.cache.paged import PagedCache, layer_groups, paged_layers
-from kvlab.engine.block_pool import GONE, BlockPool
+from kvlab.engine.block_pool import BlockPool
+from kvlab.engine.memory import Memory
 from kvlab.engine.plan import Plan, Row
 from kvlab.engine.prefix_cache import HashChain, NoPrefixCache
 from kvlab.engine.radix_cache import RadixCache
-from kvlab.engine.request import Request
+from kvlab.engine.request import Output, Request
 from kvlab.engine.scheduler import Scheduler
 from kvlab.engine.stats import Stats, Usage
 from kvlab.model.transformer import Transformer
 from kvlab.sampling import Sampler
 
 PREFIX_CACHES = {"hash": HashChain, "radix": RadixCache, "none": NoPrefixCache}
-
-
-@dataclass(frozen=True)
-class Output:
-    """One new token of one sequence; `finished` says why it was the last one ("stop", "length"), or is None."""
-
-    request_id: str
-    index: int
-    token_id: int
-    finished: str | None
 
 
 class Engine:
@@ -71,8 +62,10 @@ class Engine:
             raise ValueError(f"an engine needs at least one block, got {num_blocks}")
         if prefix not in PREFIX_CACHES:
             raise ValueError(f"unknown prefix cache {prefix!r}: one of {', '.join(PREFIX_CACHES)}")
+        if preemption == "swap" and swap_blocks < 1:
+            raise ValueError(f"preemption by swapping needs CPU memory: swap_blocks must be >= 1, got {swap_blocks}")
         self.model, self.block_size, self.clock = model, block_size, clock
-        windows, group_of = layer_groups(model.config)
+        windows, _ = layer_groups(model.config)
         pools = [BlockPool(num_blocks, block_size) for _ in windows]
         self.scheduler = Scheduler(
             PREFIX_CACHES[prefix](pools, windows), token_budget=token_budget, max_running=max_running,
@@ -81,19 +74,18 @@ class Engine:
         )  # fmt: skip
         layers: list[PagedCache] = paged_layers(model.config, num_blocks, block_size, kv_dtype)
         self.cache = KVCache(layers)
-        self.layers_of = [[x for x, at in zip(layers, group_of, strict=True) if at == g] for g in range(len(windows))]
-        self._swapped: dict[tuple[int, int], list[list[Tensor]]] = {}  # (group, CPU block) -> its content, by layer
+        self._memory = Memory(layers, len(windows))
         self._streams: dict[tuple[str, int], torch.Generator] = {}  # (request, sequence) -> its random numbers
         self._closed = False
 
     @property
     def stats(self) -> Stats:
-        """What was counted since the engine started."""
+        """What was counted since the engine started, and with `usage` where its blocks are now."""
         return self.scheduler.stats
 
     def reset_stats(self) -> None:
         """Count from zero again."""
-        self.scheduler.stats = Stats()
+        self.scheduler.reset_stats()
 
     def usage(self) -> list[Usage]:
         """Where the blocks of each layer group are now."""
@@ -117,6 +109,7 @@ class Engine:
         """End a request at once. Raises ValueError if it is not there."""
         self.scheduler.cancel(request_id)
         self._forget_finished()
+        self._memory.forget(self.scheduler.tables.swap_pools)
 
     def close(self) -> None:
         """Cancel what is not finished and take no more requests; the blocks are free again."""
@@ -130,14 +123,35 @@ class Engine:
             yield from self.step()
 
     def stream(self, request: Request) -> Iterator[Output]:
-        """Submit a request and yield its tokens; all others go on beside it."""
+        """Submit a request and iterate over its tokens; all others go on beside it, streamed or not.
+
+        Raises what `submit` does, and ValueError at the end of a request that failed.
+        """
         self.submit(request)
-        while not request.finished:
-            yield from (output for output in self.step() if output.request_id == request.id)
+        return self._tokens_of(request)
+
+    def _tokens_of(self, request: Request) -> Iterator[Output]:
+        sent: Counter[int] = Counter()  # by sequence: other streams take steps too, so tokens are looked up
+        ended = False
+        while not ended:
+            ended = request.finished
+            for sequence in request.sequences:
+                for token in sequence.output_ids[sent[sequence.index] :]:
+                    sent[sequence.index] += 1
+                    newest = sent[sequence.index] == len(sequence.output_ids)
+                    yield Output(request.id, sequence.index, token, sequence.finish_reason if newest else None)
+            if not request.finished:
+                self.step()
+        for error in filter(None, (sequence.error for sequence in request.sequences)):
+            raise ValueError(error)
 
     @torch.no_grad()
     def step(self) -> list[Output]:
-        """Do one step for everybody whom the plan names. If it fails, these requests end in "error", others go on."""
+        """Do one step for everybody whom the plan names, and return what is new.
+
+        A sequence whose numbers are not finite ends in "error", others go on. If the step itself fails, all of its
+        sequences do, and the exception is raised.
+        """
         began = self.clock()
         plan = self.scheduler.plan()
         planned = self.clock()
@@ -145,37 +159,23 @@ class Engine:
             self.scheduler.complete(plan, [])
             return []
         try:
-            self._move_blocks(plan)
+            self._memory.move(plan)
             drawn = self._draw(plan, self._logits(plan))
-        except BaseException:
-            self._clear(plan)
-            self.scheduler.abandon(plan)
+        except BaseException as error:
+            self._memory.clear(plan.rows)
+            self.scheduler.abandon(plan, f"the step failed: {error}")
             self._forget_finished()
+            self._memory.forget(self.scheduler.tables.swap_pools)
             raise
         drew = self.clock()
         continued = self.scheduler.complete(plan, drawn)
         self._forget_finished()
         done = self.clock()
         self.stats.count_step(scheduling=planned - began + done - drew, whole=done - began)
-        return [Output(s.request.id, s.index, s.tokens[-1], s.finish_reason) for s in continued]
-
-    def _move_blocks(self, plan: Plan) -> None:
-        """Do what a plan asks for before its rows run: out to CPU memory, back from it, and copies before writes."""
-        for group, layers in enumerate(self.layers_of):
-            for block, place in plan.swap_out[group]:
-                self._swapped[group, place] = [layer.read_blocks([block]) for layer in layers]
-            for place, block in plan.swap_in[group]:
-                for layer, content in zip(layers, self._swapped.pop((group, place)), strict=True):
-                    layer.write_blocks([block], content)
-            for layer in layers:
-                layer.copy_blocks(plan.copies[group])
-
-    def _clear(self, plan: Plan) -> None:
-        """Zero what a failed step may have written: what is not a number would outlive it in masked slots."""
-        for group, layers in enumerate(self.layers_of):
-            written = {block for row in plan.rows for block in row.tables[group][row.start // self.block_size :]}
-            for layer in layers:
-                layer.zero_blocks(sorted(written - {GONE}))
+        failed = [row.sequence for row in plan.rows if row.sequence.error]
+        return [Output(s.request.id, s.index, s.tokens[-1], s.finish_reason) for s in continued] + [
+            Output(s.request.id, s.index, None, s.finish_reason) for s in failed
+        ]
 
     def _logits(self, plan: Plan) -> Tensor:
         """Run the step's tokens; the logits of those that tokens are drawn from (samples, vocabulary)."""
@@ -186,24 +186,34 @@ class Engine:
         )
         ids = torch.tensor([[token for row in plan.rows for token in row.token_ids]], device=device)  # (1, N)
         hidden = self.model.hidden_states(ids, rows.step(), self.cache)[0]  # (N, hidden)
-        last = [end - 1 for end, row in zip(rows.starts[1:], plan.rows, strict=True) if row.draws]
+        ends = list(zip(plan.rows, rows.starts[1:], strict=True))
+        chunks = [(row, end - 1) for row, end in ends if not row.draws]
+        if chunks:
+            self._end_failed([row for row, _ in chunks], hidden[[last for _, last in chunks]])
+        last = [end - 1 for row, end in ends if row.draws]
         return self.model.unembed(hidden[last])
 
     def _draw(self, plan: Plan, logits: Tensor) -> list[list[int]]:
         """Draw for each sample as many tokens as its sequence wants, each from its own stream of random numbers."""
-        self._check_finite(plan, logits)
+        self._end_failed(plan.samples, logits)
         best = logits.max(-1).indices.tolist()  # on a CPU four times faster than argmax in bf16, and the first as well
         return [self._draw_row(row, logits[i : i + 1], best[i]) for i, row in enumerate(plan.samples)]
 
-    def _check_finite(self, plan: Plan, logits: Tensor) -> None:
-        """Name the request whose logits are not; extremes tell it, and read them faster than a test of each does."""
-        finite = logits.amax(-1).isfinite() & logits.amin(-1).isfinite()  # (samples,); NaN is an extreme of its row
-        if not bool(finite.all()):
-            request = plan.samples[finite.tolist().index(False)].sequence.request
-            raise ValueError(f"request {request.id}: logits are not finite: use a wider dtype, or check the weights")
+    def _end_failed(self, rows: list[Row], last: Tensor) -> None:
+        """End sequences whose last token's numbers (rows, any) are not finite, before their blocks can be found.
+
+        Extremes tell it, and read them faster than a test of each number does; NaN is an extreme.
+        """
+        finite = last.amax(-1).isfinite() & last.amin(-1).isfinite()  # (rows,)
+        failed = [row for row, good in zip(rows, finite.tolist(), strict=True) if not good]
+        self._memory.clear(failed)
+        for row in failed:
+            self.scheduler.fail(row.sequence, "logits are not finite: use a wider dtype, or check the weights")
 
     def _draw_row(self, row: Row, logits: Tensor, best: int) -> list[int]:
         request, first = row.sequence.request, row.sequence.index
+        if row.sequence.error:
+            return []
         if request.temperature == 0:
             return [best]
         streams = [self._stream(request, index) for index in range(first, first + row.draws)]
@@ -222,4 +232,7 @@ class Engine:
 
 
 def _sampler(request: Request) -> Sampler:
-    return Sampler(request.temperature, request.top_k, request.top_p, request.seed)
+    try:
+        return Sampler(request.temperature, request.top_k, request.top_p, request.seed)
+    except ValueError as error:
+        raise ValueError(f"request {request.id}: {error}") from None

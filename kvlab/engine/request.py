@@ -1,4 +1,4 @@
-"""What a client asks for, and the sequences of tokens that answer it."""
+"""What a client asks for, the tokens that it gets, and the sequences that they come from."""
 
 from __future__ import annotations
 
@@ -79,6 +79,19 @@ class Request:
         return bool(self.sequences) and all(s.state is State.FINISHED for s in self.sequences)
 
 
+@dataclass(frozen=True)
+class Output:
+    """One new token of one sequence; `finished` says why it was the last one ("stop", "length"), or is None.
+
+    A sequence that failed by itself ends with the token None and "error"; its `error` says why.
+    """
+
+    request_id: str
+    index: int
+    token_id: int | None
+    finished: str | None
+
+
 class State(Enum):
     """Where a sequence is; one that was preempted waits again, or is swapped out to CPU memory."""
 
@@ -113,6 +126,7 @@ class Sequence:
     registered: int = 0
     state: State = State.WAITING
     finish_reason: str | None = None  # "stop", "length", "cancelled", "dropped" (a beam) or "error"
+    error: str | None = None  # one line, where that is the reason
     scheduled_s: float | None = None
     first_token_s: float | None = None
     finished_s: float | None = None

@@ -52,9 +52,13 @@ class Scheduler:
         self.requests: dict[str, Request] = {}  # those that are not finished
         self.waiting: deque[Sequence] = deque()  # oldest first, and all newer than those that run
         self.running: list[Sequence] = []  # oldest first
-        self.stats = Stats()
+        self.reset_stats()
         self._arrivals = 0
         self._planned: Plan | None = None
+
+    def reset_stats(self) -> None:
+        """Count from zero again."""
+        self.stats = Stats(self.usage)
 
     def submit(self, request: Request) -> Sequence:
         """Queue a request and return its first sequence. Raises RequestRefused for one that could never be served."""
@@ -84,8 +88,9 @@ class Scheduler:
     def complete(self, plan: Plan, drawn: list[list[int]]) -> list[Sequence]:
         """Take over what a step computed: `drawn` has one list of tokens for each of plan.samples.
 
-        More tokens than one fork the sequence, none drops it (a beam that lost). Returns the sequences that got a
-        token, those that are finished by it included.
+        More tokens than one fork the sequence, none drops it (a beam that lost). Beams may so become more than
+        `max_running`: nobody is admitted until they are fewer. Returns the sequences that got a token, those that are
+        finished by it included.
         """
         if plan is not self._planned or len(drawn) != len(plan.samples):
             raise ValueError(f"complete the last plan, with {len(plan.samples)} lists of tokens: got {len(drawn)}")
@@ -104,7 +109,7 @@ class Scheduler:
                 continued += self._continue(row.sequence, tokens)
         return continued
 
-    def abandon(self, plan: Plan) -> None:
+    def abandon(self, plan: Plan, error: str = "the step failed") -> None:
         """Give up a step that failed: what it was to compute or to swap is lost, and these sequences end in "error"."""
         if plan is not self._planned:
             raise ValueError("only the last plan, while it is open, can be abandoned")
@@ -112,7 +117,12 @@ class Scheduler:
         self.tables.swapped_in(plan.swap_in)
         for sequence in [row.sequence for row in plan.rows] + plan.preempted:
             if sequence.state in (State.RUNNING, State.SWAPPED):
-                self._finish(sequence, "error")
+                self.fail(sequence, error)
+
+    def fail(self, sequence: Sequence, error: str) -> None:
+        """End one sequence in "error", even within a step: nothing that the step computed for it is kept."""
+        sequence.error = f"request {sequence.request.id}: {error}"
+        self._finish(sequence, "error")
 
     def cancel(self, request_id: str) -> None:
         """End a request at once, all its sequences, even within a step. Raises ValueError if it is not there."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 
 from kvlab.engine.block_pool import GONE
@@ -21,10 +21,12 @@ def _recent() -> deque[float]:
 class Stats:
     """Counters since the engine started; times in seconds, of the latest finished sequences.
 
+    `usage()` tells where the blocks of each layer group are now: used, free, cached, and the waste in used ones.
     Each token of a sequence is a hit or computed, once. What a preemption threw away and the cache still had is
     recovered, what it had not is recomputed: neither is a hit nor progress.
     """
 
+    usage: Callable[[], list[Usage]] = field(default=list, repr=False, compare=False)
     steps: int = 0
     step_s: float = 0.0  # spent in steps that ran tokens
     scheduling_s: float = 0.0  # the part of it that went to the scheduler

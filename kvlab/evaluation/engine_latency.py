@@ -95,7 +95,7 @@ def _first_token(engine: Engine, name: str, prompt: list[int]) -> tuple[int, flo
 def _missing(model: Transformer, cache: KVCache, start: int, fresh: list[int]) -> float:
     cache.rewind([start])
     before = perf_counter()
-    prefill(model, fresh, cache, start=start).argmax(-1).item()
+    prefill(model, fresh, cache, chunk=len(fresh), start=start).argmax(-1).item()
     return perf_counter() - before
 
 

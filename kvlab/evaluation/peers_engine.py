@@ -5,26 +5,22 @@ All get the same weights and requests, which arrive together, and take turns. On
 
 from __future__ import annotations
 
-import argparse
-import sys
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
-from pathlib import Path
+from dataclasses import dataclass
 from statistics import fmean, median
 from time import process_time
 
-import torch
-
 from kvlab.engine.stats import Stats
-from kvlab.evaluation.engine_latency import decoding, prefix_hits
-from kvlab.evaluation.results import record
+from kvlab.evaluation.engine_latency import Decoding, PrefixHit, decoding, prefix_hits
 from kvlab.evaluation.serving import ENGINE, Job, Serve, Settings, draw_jobs, enough, enter, mean_waste
 from kvlab.generate import check_request
-from kvlab.model import zoo
 from kvlab.model.transformer import Transformer
 
 PERCENTS = (50, 90, 99)
-MIXES = (((16, 200), (8, 64)), ((100, 500), (50, 150)))  # prompt and new tokens, uniform between these bounds
+MIXES = {  # prompt and new tokens, uniform between these bounds
+    "mixed": ((100, 500), (50, 150)),
+    "short": ((16, 200), (8, 64)),
+}
 
 
 @dataclass(frozen=True)
@@ -67,7 +63,7 @@ class Service:
 
 @dataclass(frozen=True)
 class EnginePeers:
-    """The answer. `absent` says, for each contestant that could not run, why."""
+    """One race. `absent` says, for each contestant that could not run, why; `mean_tokens` are a request's, in all."""
 
     rows: tuple[Row, ...]
     absent: dict[str, str]
@@ -75,16 +71,16 @@ class EnginePeers:
     requests: int
     prompt_tokens: int
     useful_tokens: int
+    mean_tokens: float
 
 
 @dataclass(frozen=True)
-class Waste:
-    """The part of used slots that held no token while jobs of these lengths were served; `mean_tokens` are a job's."""
+class Answer:
+    """Races by mix of lengths, what hits in the prefix cache save, and one request decoded alone."""
 
-    prompt_tokens: tuple[int, int]
-    new_tokens: tuple[int, int]
-    mean_tokens: float
-    waste: float
+    mixes: dict[str, EnginePeers]
+    prefix_hits: list[PrefixHit]
+    decoding: list[Decoding]
 
 
 @dataclass(frozen=True)
@@ -97,6 +93,27 @@ class Turn:
     stats: Stats | None
 
 
+def measure(
+    model: Transformer,
+    requests: int = 32,
+    *,
+    repeats: int = 3,
+    seed: int = 0,
+    say: Callable[[str], None] = print,
+    tick: Callable[[str], None] = lambda words: None,
+) -> Answer:
+    """Race on both mixes, then look at single requests. `say` hears who stays away, `tick` every turn that is done."""
+    mixes = {}
+    for name, (prompt_tokens, new_tokens) in MIXES.items():
+        bounds = {"prompt_tokens": prompt_tokens, "new_tokens": new_tokens}
+        jobs = draw_jobs(requests, model.config.vocab_size, **bounds, seed=seed)
+        mixes[name] = race(model, jobs, repeats=repeats, say=say, tick=tick)
+    tick("prefix hits")
+    found = prefix_hits(model, repeats=repeats, seed=seed)
+    tick("decoding")
+    return Answer(mixes, found, decoding(model, seed=seed))
+
+
 def race(
     model: Transformer,
     jobs: Sequence[Job],
@@ -104,6 +121,7 @@ def race(
     *,
     repeats: int = 3,
     say: Callable[[str], None] = print,
+    tick: Callable[[str], None] = lambda words: None,
 ) -> EnginePeers:
     """Let every contestant serve all jobs, in turns. Raises ValueError for jobs that cannot be served."""
     for job in jobs:
@@ -114,11 +132,12 @@ def race(
     for number in range(repeats):
         for name, serve in contestants.items():
             turns[name].append(_turn(name, serve, jobs))
-            say(f"turn {number + 1} of {repeats}: {name} took {turns[name][-1].seconds:.1f} s")
+            tick(f"turn {number + 1} of {repeats}: {name}")
     useful = sum(job.new_tokens for job in jobs)
     rows = tuple(_row(name, useful, turns[name], turns[ENGINE]) for name in contestants)
     service = _service(turns[ENGINE], mean_waste(model, jobs, settings))
-    return EnginePeers(rows, absent, service, len(jobs), sum(len(job.prompt_ids) for job in jobs), useful)
+    prompts = sum(len(job.prompt_ids) for job in jobs)
+    return EnginePeers(rows, absent, service, len(jobs), prompts, useful, fmean(job.tokens for job in jobs))
 
 
 def _turn(name: str, serve: Serve, jobs: Sequence[Job]) -> Turn:
@@ -146,46 +165,3 @@ def _service(turns: Sequence[Turn], waste: float) -> Service:
         stats.percentiles(PERCENTS), stats.steps, stats.scheduling_share, stats.preemptions, stats.recomputed_tokens,
         waste,
     )  # fmt: skip
-
-
-def wastes(model: Transformer, count: int, seed: int = 0) -> list[Waste]:
-    """Waste at block size 16 for short jobs and for longer ones."""
-    found = []
-    for prompt_tokens, new_tokens in MIXES:
-        jobs = draw_jobs(count, model.config.vocab_size, prompt_tokens=prompt_tokens, new_tokens=new_tokens, seed=seed)
-        mean_tokens = fmean(len(job.prompt_ids) + job.new_tokens for job in jobs)
-        found.append(Waste(prompt_tokens, new_tokens, mean_tokens, mean_waste(model, jobs, enough(jobs))))
-    return found
-
-
-def main(arguments: Sequence[str] | None = None) -> None:
-    """Run the race and both latency measurements, and record their rows."""
-    parser = argparse.ArgumentParser(prog="python -m kvlab.evaluation.peers_engine", description=main.__doc__)
-    parser.add_argument("--out", type=Path, required=True, help="the JSON file to write")
-    parser.add_argument("--model", default=zoo.OFFLINE, help="a model to run [%(default)s]")
-    parser.add_argument("--dtype", default="bf16", help="fp32, bf16 or fp16 [%(default)s]")
-    parser.add_argument("--requests", type=int, default=32, help="how many arrive together [%(default)s]")
-    parser.add_argument("--repeats", type=int, default=3, help="turns of each contestant [%(default)s]")
-    parser.add_argument("--seed", type=int, default=0, help="of lengths and tokens [%(default)s]")
-    options = parser.parse_args(arguments)
-    if options.requests < 1 or options.repeats < 1:
-        parser.error(f"at least 1 request and 1 turn are needed, got {options.requests} and {options.repeats}")
-    say = lambda words: print(words, file=sys.stderr, flush=True)  # noqa: E731
-    loaded = zoo.load(options.model, dtype=options.dtype)
-    say(loaded.words)
-    jobs = draw_jobs(options.requests, loaded.config.vocab_size, seed=options.seed)
-    result = race(loaded.model, jobs, repeats=options.repeats, say=say)
-    rows = [{"measured": "throughput", **asdict(row)} for row in result.rows]
-    rows += [{"measured": "prefix hit", **asdict(row)} for row in prefix_hits(loaded.model, repeats=options.repeats)]
-    rows += [{"measured": "decode", **asdict(row)} for row in decoding(loaded.model)]
-    rows += [{"measured": "waste", **asdict(row)} for row in wastes(loaded.model, options.requests, options.seed)]
-    command = f"python -m kvlab.evaluation.peers_engine --out {options.out.name} --model {options.model}"
-    command += (
-        f" --dtype {options.dtype} --requests {options.requests} --repeats {options.repeats} --seed {options.seed}"
-    )
-    facts = {name: value for name, value in asdict(result).items() if name != "rows"}
-    record(options.out, command, rows, threads=torch.get_num_threads(), **facts)
-
-
-if __name__ == "__main__":
-    main()

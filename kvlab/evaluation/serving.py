@@ -29,6 +29,11 @@ class Job:
     prompt_ids: tuple[int, ...]
     new_tokens: int
 
+    @property
+    def tokens(self) -> int:
+        """All of them."""
+        return len(self.prompt_ids) + self.new_tokens
+
 
 @dataclass(frozen=True)
 class Settings:
@@ -62,12 +67,8 @@ def draw_jobs(
 
 
 def enough(jobs: Sequence[Job], block_size: int = 16, token_budget: int = 512) -> Settings:
-    """Settings under which no job ever waits for memory."""
-    return Settings(sum(blocks_for(_stored(job), block_size) for job in jobs), block_size, token_budget)
-
-
-def _stored(job: Job) -> int:
-    return len(job.prompt_ids) + job.new_tokens - 1  # the last token needs no keys
+    """Settings under which no job ever waits for memory; a last token needs no keys."""
+    return Settings(sum(blocks_for(job.tokens - 1, block_size) for job in jobs), block_size, token_budget)
 
 
 def mean_waste(model: Transformer, jobs: Sequence[Job], settings: Settings) -> float:

@@ -8,9 +8,10 @@ import pytest
 
 from engine.world import CACHES, Setup, World
 from kvlab.engine.block_pool import GONE, BlockPool
+from kvlab.engine.block_tables import BlockTables
 from kvlab.engine.prefix_cache import HashChain, NoPrefixCache, next_key, root_key, sha256
 from kvlab.engine.radix_cache import RadixCache
-from kvlab.engine.request import NOBODY, Identity, Request
+from kvlab.engine.request import NOBODY, Identity, Request, Sequence
 from kvlab.engine.scheduler import Scheduler
 
 BOTH = pytest.mark.parametrize("cache", ["hash", "radix"])
@@ -154,6 +155,33 @@ def test_chunks_of_a_running_prompt_are_found_by_others(cache):
     world.step()
     assert world.cache.match(list(range(30)), NOBODY).num_blocks == 4
     assert world.cache.match([*range(5), 99, 99, 99, 99, 99], NOBODY).num_blocks == 1
+
+
+@BOTH
+def test_a_block_that_only_drafts_fill_is_not_found_and_is_written_again(cache):
+    """A step may store tokens that are not verified yet: what is known of them is what `stored` says afterwards."""
+    tables = BlockTables(CACHES[cache]([BlockPool(8, 4)]), longest_step=8)
+    sequence = Sequence(Request("r", range(6)), 0, (0, 0), list(range(6)))
+
+    def verify(*tokens):
+        sequence.tokens += tokens
+        sequence.stored = len(sequence.tokens)
+        tables.register(sequence)
+
+    tables.attach_prefix(sequence)
+    tables.extend(sequence, 6)
+    verify()
+    assert tables.extend(sequence, 4) == [[]]  # one token and three drafts, in slots 6 to 9
+    blocks = list(sequence.tables[0])
+    assert len(blocks) == 3
+    verify(6)  # the drafts 7, 8, 9 are wrong
+    assert tables.cache.match(range(10), NOBODY).num_blocks == 1
+    assert tables.extend(sequence, 1) == [[]] and sequence.tables == [blocks]
+    verify(70)
+    assert tables.cache.match(range(10), NOBODY).num_blocks == 1
+    assert tables.cache.match([*range(7), 70, 0], NOBODY).tables == [blocks[:2]]
+    tables.release(sequence)
+    assert tables.pools[0].used_count == (2 if cache == "radix" else 0)  # the tree's own
 
 
 def test_equal_blocks_computed_at_once_stay_two_in_a_chain_and_become_one_in_a_tree():

@@ -1,6 +1,7 @@
 """Thousands of random steps over scheduler, pools and prefix caches, with everything checked after each (world.py).
 
-KVLAB_ENGINE_STEPS=1000000 runs that many steps; a failure names the setup and the seed to repeat it with.
+A hypothesis state machine and a faster seeded walk take 10,500 steps each. KVLAB_ENGINE_STEPS=1000000 makes them take
+that many; a failure of the walk names the setup and the seed to repeat it with.
 """
 
 import os
@@ -10,7 +11,7 @@ from collections import Counter
 import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
-from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule
+from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule, run_state_machine_as_test
 
 from engine.world import CACHES, STOP, Setup, World
 from kvlab.engine.request import Identity
@@ -55,6 +56,8 @@ def test_many_random_steps(cache, preemption):
 
 class Serving(RuleBasedStateMachine):
     """The same world driven by hypothesis, which shrinks a failure to the few calls that matter."""
+
+    steps_taken = 0  # by all machines together
 
     @initialize(
         cache=st.sampled_from(list(CACHES)), block_size=st.sampled_from([1, 2, 3]), blocks=st.integers(6, 16),
@@ -102,7 +105,12 @@ class Serving(RuleBasedStateMachine):
     def teardown(self):
         if hasattr(self, "world"):
             self.world.drain()
+            type(self).steps_taken += self.world.steps
 
 
-Serving.TestCase.settings = settings(max_examples=40, stateful_step_count=30, deadline=None, derandomize=True)
-TestServing = Serving.TestCase
+def test_the_state_machine():
+    examples = max(1, STEPS // 40)
+    run_state_machine_as_test(
+        Serving, settings=settings(max_examples=examples, stateful_step_count=50, deadline=None, derandomize=True)
+    )
+    assert STEPS < 10_000 or Serving.steps_taken >= STEPS

@@ -234,6 +234,8 @@ def test_what_can_never_fit_is_refused_with_the_reason_and_the_rest_goes_on():
 
 def test_a_pool_without_blocks_refuses_everything():
     with pytest.raises(RequestRefused, match="need 1 blocks of 16 tokens and can never fit into 0"):
+        World(Setup("hash", 16, (4, 0), (None, 8))).submit([1], 1)  # one layer group has blocks, the other none
+    with pytest.raises(RequestRefused, match="need 1 blocks of 16 tokens and can never fit into 0"):
         World(Setup("hash", 16, (0,))).submit([1], 1)
 
 
@@ -419,6 +421,28 @@ def test_a_step_that_failed_ends_its_own_sequences_only(preemption):
     assert (requests[1].sequences[0].finish_reason == "error") == (preemption == "swap")
     world.drain()
     assert requests[2].sequences[0].finish_reason == "length"
+
+
+@BOTH
+@KINDS
+def test_a_sequence_that_failed_ends_alone_and_is_not_found(cache, preemption):
+    """Of two answers to one prompt one fails within a step; its sibling and the others go on."""
+    world = World(Setup(cache, 2, (14,), token_budget=16, preemption=preemption, swap_blocks=9))
+    first, second = world.submit([1, 2, 3], 6, n=2), world.submit([4, 5, 6, 7], 4)
+    world.step()
+    plan = world.scheduler.plan()
+    world.run(plan)
+    failed = first.sequences[1]
+    known = list(failed.tokens)
+    world.scheduler.fail(failed, "logits are not finite")
+    assert failed not in world.scheduler.complete(plan, [world.draw(row) for row in plan.samples])
+    world.check()
+    assert failed.error == "request r0: logits are not finite" and failed.tokens == known
+    assert world.cache.match([*known, 0], NOBODY).num_blocks == 1  # the prompt's; the one filled in this step is not
+    world.drain()
+    assert [s.finish_reason for s in first.sequences] == ["length", "error"] and second.finished
+    assert first.sequences[0].output_ids == expected_output(first, 0)
+    assert world.scheduler.stats.finished == {"error": 1, "length": 2}
 
 
 @pytest.mark.parametrize(

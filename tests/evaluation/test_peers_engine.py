@@ -8,12 +8,15 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from typer.testing import CliRunner
 
+from kvlab import cli
 from kvlab.engine.stats import Stats
 from kvlab.evaluation import engine_latency, peers_engine, serving
 from kvlab.evaluation.engine_latency import decoding, prefix_hits
 from kvlab.evaluation.peers_engine import race
 from kvlab.evaluation.serving import ENGINE, ONE_BY_ONE, Job, Settings, draw_jobs, enough, enter, mean_waste
+from kvlab.model import zoo
 from tests.harness import tiny_config, tiny_model
 
 JOBS = [Job((1, 2, 3), 5), Job((4, 5, 6, 7, 8, 9), 2), Job((1, 2), 9)]
@@ -107,8 +110,12 @@ def test_waste_by_hand():
 
 
 def test_longer_jobs_waste_less():
-    short, longer = peers_engine.wastes(tiny_model(), 32)
-    assert longer.waste < 0.04 < short.waste and longer.mean_tokens >= 250
+    waste = {}
+    for name, (prompt_tokens, new_tokens) in peers_engine.MIXES.items():
+        jobs = draw_jobs(32, 61, prompt_tokens=prompt_tokens, new_tokens=new_tokens)
+        waste[name] = mean_waste(tiny_model(), jobs, enough(jobs))
+        assert name == "short" or sum(job.tokens for job in jobs) / len(jobs) >= 250
+    assert waste["mixed"] < 0.04 < waste["short"]
 
 
 def test_enough_is_exactly_enough():
@@ -152,16 +159,31 @@ def test_decoding_takes_turns_and_compares_with_the_contiguous_cache():
     assert rows[0].vs_contiguous == 1.0 and rows[2].vs_contiguous == rows[0].token_s / rows[2].token_s
 
 
-def test_main_records_rows_and_facts(turns, monkeypatch, tmp_path):
+@pytest.fixture
+def small(turns, monkeypatch):
+    """A whole measurement of a tiny model."""
     loaded = SimpleNamespace(model=tiny_model(), config=tiny_config(), words="a tiny model")
-    monkeypatch.setattr(peers_engine.zoo, "load", lambda name, dtype: loaded)
+    monkeypatch.setattr(zoo, "load", lambda name, **options: loaded)
+    monkeypatch.setattr(peers_engine, "MIXES", {"mixed": ((8, 20), (2, 6)), "short": ((2, 9), (1, 3))})
     monkeypatch.setattr(peers_engine, "prefix_hits", partial(prefix_hits, hits=(0, 16), prompt_tokens=20))
     monkeypatch.setattr(peers_engine, "decoding", partial(decoding, context=20, steps=2))
-    peers_engine.main(["--out", str(tmp_path / "rows.json"), "--requests", "2", "--repeats", "1"])
-    answer = json.loads((tmp_path / "rows.json").read_text())
-    counted = ["throughput"] * 2 + ["prefix hit"] * 2 + ["decode"] * 3 + ["waste"] * 2
-    assert [row["measured"] for row in answer["rows"]] == counted
-    assert answer["command"].startswith("python -m kvlab.evaluation.peers_engine --out rows.json --model smollm2-135m")
-    assert answer["absent"] == {"third": "not installed"} and answer["requests"] == 2
-    with pytest.raises(SystemExit):
-        peers_engine.main(["--out", "x", "--requests", "0"])
+
+
+def test_the_command_measures_races_hits_and_decoding(small):
+    done = CliRunner().invoke(cli.app, ["peers", "--engine", "--requests", "2", "--repeats", "1", "--json"])
+    answer = json.loads(done.stdout)
+    assert list(answer["mixes"]) == ["mixed", "short"] and len(answer["decoding"]) == 3
+    assert answer["mixes"]["short"]["absent"] == {"third": "not installed"}
+    assert [hit["hit_tokens"] for hit in answer["prefix_hits"]] == [0, 16]
+
+
+def test_the_command_prints_tables(small):
+    shown = CliRunner().invoke(cli.app, ["peers", "--engine", "--requests", "2", "--repeats", "1"]).stdout
+    assert "mixed: 2 requests" in shown and "third took no part: not installed" in shown and "held no token" in shown
+    assert "Prefix hits" in shown and "One request behind 20 tokens" in shown
+
+
+def test_a_race_of_nobody_is_refused_before_loading(monkeypatch):
+    monkeypatch.setattr(zoo, "load", None)
+    done = CliRunner().invoke(cli.app, ["peers", "--engine", "--requests", "0"])
+    assert done.exit_code == 2 and "got 0 and 5" in done.stderr
