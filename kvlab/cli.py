@@ -16,6 +16,7 @@ from kvlab.commands.peers import peers
 from kvlab.commands.plan import plan
 from kvlab.commands.roofline import roofline
 from kvlab.commands.size import size
+from kvlab.commands.stream import stream
 from kvlab.commands.train_tiny import train_tiny
 from kvlab.terminal import OneLineErrors
 
@@ -29,7 +30,7 @@ app = typer.Typer(
     rich_markup_mode=None,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
-for command in (models, size, plan, roofline, generate, dataset, peers, train_tiny):
+for command in (models, size, plan, roofline, generate, dataset, peers, stream, train_tiny):
     app.command()(command)
 
 
@@ -50,7 +51,7 @@ def start(
 
 def main() -> None:
     """Run the command line and exit with its code."""
-    for stream in (sys.stdout, sys.stderr):
-        if hasattr(stream, "reconfigure"):
-            stream.reconfigure(errors="replace")  # a terminal that cannot show a character must not end the answer
+    for channel in (sys.stdout, sys.stderr):
+        if hasattr(channel, "reconfigure"):
+            channel.reconfigure(errors="replace")  # a terminal that cannot show a character must not end the answer
     app(prog_name="kvlab")

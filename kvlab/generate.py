@@ -59,25 +59,33 @@ class Generation:
 
 
 @torch.no_grad()
-def last_logits(model: Transformer, token_ids: Sequence[int], start: int, cache: KVCache | None) -> Tensor:
-    """Run tokens at positions start, start + 1, ... of one row and return the last one's logits (1, vocabulary)."""
+def last_logits(
+    model: Transformer, token_ids: Sequence[int], start: int, cache: KVCache | None, prompt_ends: bool = False
+) -> Tensor:
+    """Run tokens at positions start, start + 1, ... of one row and return the last one's logits (1, vocabulary).
+
+    The step must not cross a decision of the cache (see `prefill`); `prompt_ends` tells it that the prompt does.
+    """
     device = model.model.embed_tokens.weight.device
     ids = torch.tensor([list(token_ids)], device=device)  # (1, T)
     positions = torch.arange(start, start + len(token_ids), dtype=torch.int32, device=device)[None]  # (1, T)
-    step = Step.plan(positions) if cache is None else cache.begin(positions)
+    rows = torch.tensor([prompt_ends], device=device)
+    step = Step.plan(positions, rows) if cache is None else cache.begin(positions, rows)
     return model.unembed(model.hidden_states(ids, step, cache)[:, -1])
 
 
 def prefill(
     model: Transformer, token_ids: Sequence[int], cache: KVCache, chunk: int = PREFILL_CHUNK, start: int = 0
 ) -> Tensor:
-    """Store a prompt in chunks and return its last token's logits (1, vocabulary)."""
+    """Store a prompt in chunks, cut where the cache decides, and return its last logits (1, vocabulary)."""
     if chunk < 1:
         raise ValueError(f"a prefill chunk holds at least one token, got {chunk}")
     if not token_ids:
         raise ValueError("there is nothing to prefill: the prompt is empty")
-    for offset in range(0, len(token_ids), chunk):
-        logits = last_logits(model, token_ids[offset : offset + chunk], start + offset, cache)
+    offset = 0
+    for size in cache.cut(torch.arange(start, start + len(token_ids))[None], chunk):
+        piece, offset = token_ids[offset : offset + size], offset + size
+        logits = last_logits(model, piece, start + offset - size, cache, prompt_ends=offset == len(token_ids))
     return logits
 
 

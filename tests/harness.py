@@ -12,11 +12,15 @@ import torch
 from kvlab.attention import EMPTY, DensePart, Step
 from kvlab.cache.base import KVCache, LayerCache
 from kvlab.cache.block_store import DTYPES as POOL_DTYPES
+from kvlab.cache.budgets import Budget
 from kvlab.cache.contiguous import ContiguousCache
 from kvlab.cache.dense import DenseCache
+from kvlab.cache.evicting import EvictingCache
+from kvlab.cache.formats import CodedRows
 from kvlab.cache.paged import PagedCache
 from kvlab.cache.paged_rows import PagedKVCache
 from kvlab.cache.quantized import QuantizedCache
+from kvlab.cache.scores import METHODS
 from kvlab.cache.sliding import SlidingCache
 from kvlab.cache.static import StaticCache
 from kvlab.codecs import Codec
@@ -24,8 +28,11 @@ from kvlab.config import ModelConfig
 from kvlab.engine.block_pool import GONE, blocks_for
 from kvlab.model.transformer import Transformer
 from kvlab.quantization import kivi_split, quantize
+from tests.slow_reference import SlowEviction, WindowOracle
 
 CAPACITY, WINDOW, LAYERS = 48, 6, 2
+BUDGET = Budget(tokens=12, sinks=2, recent=3)  # of caches that evict; they decide at every fourth position
+STRIDE = 4
 KV_HEADS = {"mha": 4, "gqa": 2, "mqa": 1, "mla": 4}
 LATENT = dict(kv_lora_rank=12, qk_rope_head_dim=4, qk_nope_head_dim=6, v_head_dim=8)
 # numbers that one token adds to one layer
@@ -114,6 +121,15 @@ def paged(block_size: int, kv_dtype: str | None = None, window: int | None = Non
     return Kind(layer, window, oracle, forgets=window is not None, whole=whole)
 
 
+def evicting(method: str, codec: Codec | None = None, window: int | None = None):
+    form = None if codec is None else CodedRows(codec, codec)
+
+    def oracle():
+        return SlowEviction(method, BUDGET.tokens, BUDGET.sinks, BUDGET.recent, STRIDE, codec, window=window)
+
+    return Kind(lambda: EvictingCache(method, BUDGET, STRIDE, form=form), window, oracle)
+
+
 INT8 = Codec("affine", 8, 8)
 CACHES = {
     "contiguous": Kind(ContiguousCache),
@@ -137,6 +153,13 @@ CACHES = {
     "int4 keys, symmetric int8 values": quantized(Codec("affine", 4), Codec("symmetric", 8)),
     "kivi4": quantized(Codec("affine", 4, 4, "tokens"), Codec("affine", 4, 4), 8, scheme="kivi4-g4"),
     "kivi2": quantized(Codec("affine", 2, 4, "tokens"), Codec("affine", 2, 4), 4, scheme="kivi2-g4"),
+    "window": Kind(lambda: SlidingCache(WINDOW, imposed=True), oracle=lambda: WindowOracle(WINDOW), forgets=True),
+    "sinks and window": Kind(
+        lambda: SlidingCache(WINDOW, 2, imposed=True), oracle=lambda: WindowOracle(WINDOW, 2), forgets=True
+    ),
+    **{method: evicting(method) for method in METHODS},
+    "snapkv, model with a window": evicting("snapkv", window=15),
+    "random, int8": evicting("random", INT8),
 }
 EXACT = {name: kind for name, kind in CACHES.items() if kind.oracle is None}
 LOSSY = {name: kind for name, kind in CACHES.items() if kind.oracle is not None}
@@ -184,11 +207,12 @@ def in_chunks(
     positions: torch.Tensor | None = None,
     start: int = 0,
 ) -> torch.Tensor:
-    """Logits (B, T, vocabulary) of ids fed in chunks of the given sizes."""
+    """Logits (B, T, vocabulary) of ids fed in chunks of the given sizes, cut further where the cache decides."""
     assert sum(chunks) == ids.shape[1]
     positions = positions_of(ids, start) if positions is None else positions
+    chunks = [size for at in positions.split(list(chunks), 1) for size in cache.cut(at)]
     logits = []
-    for part, at in zip(ids.split(list(chunks), 1), positions.split(list(chunks), 1), strict=True):
+    for part, at in zip(ids.split(chunks, 1), positions.split(chunks, 1), strict=True):
         logits.append(model(part, cache.begin(at), cache))
     return torch.cat(logits, 1)
 
@@ -223,15 +247,23 @@ def held(cache: KVCache) -> list[torch.Tensor]:
 
 
 def bookkeeping(cache: KVCache) -> int:
-    """Bytes of what says which slot holds what."""
+    """Bytes of what a cache stores beside keys and values: positions or tables, accumulated scores, queries."""
     if isinstance(cache, PagedKVCache):
         return sum(4 * len(group.tables) * max(map(len, group.tables)) for group in cache.groups)
-    positions = [x.positions if isinstance(x, DenseCache) else x._positions.data for x in cache.layers]
-    return sum(x.nbytes for x in positions)
+    return sum(x.nbytes for layer in cache.layers for x in _other_tensors(layer))
+
+
+def _other_tensors(layer: LayerCache) -> list[torch.Tensor]:
+    if isinstance(layer, DenseCache):
+        return [layer.positions]
+    if isinstance(layer, EvictingCache):
+        ring = [] if layer.ring.queries is None else [layer.ring.queries, layer.ring.positions]
+        return [*layer.slots.tensors[-2:], *ring]
+    return [layer._positions.data]
 
 
 def unused_slots(cache: KVCache, layer: LayerCache) -> list[tuple[torch.Tensor, torch.Tensor]]:
-    """Each stored tensor (B, H_kv, C, D) of a layer with its unused slots (B, 1, C, 1)."""
+    """Each stored tensor (B, H_kv, C, D) of a layer with its unused slots (B, 1 | H_kv, C, 1)."""
     if isinstance(layer, PagedCache):
         used, group = torch.zeros(layer.num_blocks, 1, layer.block_size, 1, dtype=torch.bool), cache.groups[layer.group]
         for table, length in zip(group.tables, cache.lengths, strict=True):
@@ -240,6 +272,8 @@ def unused_slots(cache: KVCache, layer: LayerCache) -> list[tuple[torch.Tensor, 
         return [(x, ~used) for x in layer.tensors]
     if isinstance(layer, DenseCache):
         return [(x, layer.positions[..., None] < 0) for x in layer._tensors() if layer.positions is not None]
+    if isinstance(layer, EvictingCache):
+        return [(x, layer.positions[..., None] < 0) for x in layer.slots.tensors[:-2]]
     answer = []
     for store in layer._stores():
         empty, count = layer.positions[..., None] < 0, store.quantized

@@ -74,7 +74,7 @@ def test_a_cache_equals_no_cache_or_its_oracle(kind, attention, dtype):
 def test_a_lossy_cache_really_loses(kind):
     model, ids = tiny_model(window=kind.window), tokens(2, 20)
     error = (in_chunks(model, ids, kind.build(), [12, 8]) - naive(model, ids)).abs().max()
-    assert 1e-5 < float(error) / float(naive(model, ids).abs().max()) < 1
+    assert 1e-5 < float(error) / float(naive(model, ids).abs().max()) < 2  # logits of opposite signs
 
 
 def expected(kind, model, ids, chunks):
@@ -245,7 +245,12 @@ def test_a_rewound_cache_never_saw_the_tokens(kind, data):
     in_chunks(model, ids, cache, chunks)
     drafted = tokens(2, draft, seed=1)
     in_chunks(model, drafted, cache, [draft], start=prompt)
-    cache.rewind([prompt + n for n in keep])
+    try:
+        cache.rewind([prompt + n for n in keep])
+    except CannotRewind:  # only where the draft made the cache decide what to keep
+        stride = cache.layers[0].stride
+        assert stride and prompt + min(keep) < (prompt + draft - 1) // stride * stride
+        return
     new = tokens(2, 4, seed=2)
     at = torch.stack([torch.arange(prompt + n, prompt + n + 4) for n in keep]).to(torch.int32)
     decoded = in_chunks(model, new, cache, [1, 3], at)
@@ -257,12 +262,12 @@ def test_a_rewound_cache_never_saw_the_tokens(kind, data):
 
 @every_cache
 def test_rewound_tokens_leave_no_trace(kind):
-    model, cache, ids = tiny_model(window=kind.window), kind.build(), tokens(1, 10)
-    in_chunks(model, ids, cache, [10])
-    in_chunks(model, tokens(1, 3, seed=1), cache, [3], start=10)
-    cache.rewind([10])
+    model, cache, ids = tiny_model(window=kind.window), kind.build(), tokens(1, 9)
+    in_chunks(model, ids, cache, [9])
+    in_chunks(model, tokens(1, 3, seed=1), cache, [3], start=9)
+    cache.rewind([9])
     for layer, positions in zip(cache.layers, held(cache), strict=True):
-        assert int(positions.max()) == 9
+        assert int(positions.max()) == 8
         if kind.forgets and isinstance(layer, PagedCache):
             continue  # blocks that were given back before keep their content until they are overwritten
         assert all(bool((x.masked_select(unused) == 0).all()) for x, unused in unused_slots(cache, layer))
@@ -283,7 +288,7 @@ def test_impossible_rewinds_change_nothing(kind, lengths):
 def test_rewinding_far_works_or_is_refused(kind):
     model, cache, ids = tiny_model(window=kind.window), kind.build(), tokens(1, 20)
     in_chunks(model, ids, cache, [1] * 20)
-    if kind.forgets or (kind.aligned and kind.oracle):
+    if kind.forgets or cache.layers[0].stride or (kind.aligned and kind.oracle):
         before = [[x.clone() for x, _ in unused_slots(cache, layer)] for layer in cache.layers]
         with pytest.raises(CannotRewind, match=r"recompute|in groups of 4"):
             cache.rewind([11])

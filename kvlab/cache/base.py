@@ -5,6 +5,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 
 import torch
 from torch import Tensor
@@ -49,6 +50,7 @@ class LayerCache(ABC):
     exact: bool = True
     compilable: bool = False
     chunk_invariant: bool = True  # whether outputs are the same however the tokens are cut into steps
+    stride: int | None = None  # the layer decides what to keep at multiples of it, which no step may cross
 
     @abstractmethod
     def update(self, keys: Tensor, values: Tensor | None, step: Step) -> View:
@@ -139,6 +141,20 @@ class KVCache:
             layer.check(step)
         return step
 
+    def cut(self, positions: Tensor, longest: int | None = None) -> list[int]:
+        """How to cut the T columns of (B, T) positions into steps: their sizes, none above `longest`.
+
+        Caches that decide what to keep at fixed positions refuse steps that cross one, in any row.
+        """
+        newest = positions.cummax(1).values  # padding stays where its row stands
+        crossed = torch.zeros_like(newest[:, 1:], dtype=torch.bool)
+        for stride in {layer.stride for layer in self.layers if layer.stride is not None}:
+            periods = newest.div(stride, rounding_mode="floor")
+            crossed |= (periods[:, 1:] != periods[:, :-1]) & (newest[:, :-1] >= 0)
+        T = positions.shape[1]
+        ends = [0, *(crossed.any(0).nonzero().flatten() + 1).tolist(), T]
+        return [min(longest or T, b - at) for a, b in pairwise(ends) for at in range(a, b, longest or T)]
+
     def rewind(self, lengths: Sequence[int]) -> None:
         """Forget, in all layers or in none, every token at position >= lengths[row]."""
         lengths = whole_lengths(lengths)
@@ -181,3 +197,12 @@ def row_numbers(rows: Sequence[int] | Tensor) -> Tensor:
     if rows.dim() != 1 or not rows.numel() or rows.dtype not in (torch.int32, torch.int64):
         raise ValueError(f"rows must be row numbers, one for each new row, got {rows.dtype} {tuple(rows.shape)}")
     return rows
+
+
+def spans_of(step: Step) -> list[tuple[int, int, int] | None]:
+    """Each row's first and last position in a step, and its number of tokens; None for a row of padding."""
+    if step.start is not None:
+        B, T = step.positions.shape
+        return [(step.start, step.start + T - 1, T)] * B
+    rows = [[at for at in row if at >= 0] for row in step.positions.tolist()]
+    return [(row[0], row[-1], len(row)) if row else None for row in rows]

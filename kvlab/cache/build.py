@@ -9,6 +9,7 @@ from kvlab.cache.block_store import pool_format
 from kvlab.cache.contiguous import ContiguousCache
 from kvlab.cache.paged import layer_groups, paged_layers
 from kvlab.cache.paged_rows import PagedKVCache
+from kvlab.cache.plans import FAMILIES, parse
 from kvlab.cache.quantized import QuantizedCache
 from kvlab.cache.sliding import SlidingCache
 from kvlab.cache.static import StaticCache
@@ -30,12 +31,16 @@ CACHES = {
 def build_cache(config: ModelConfig, name: str = "contiguous", capacity: int | None = None) -> KVCache:
     """A KVCache for `config`. `capacity` (tokens) sizes static and paged caches and is needed for them.
 
-    Names are those of CACHES, quantising schemes that name their groups (int4-g64, kivi2-g32-r128, ...), and paged
-    with what the pool holds (paged-fp8). A paged cache's capacity is that of all rows together, in whole blocks.
+    Names are those of CACHES, quantising schemes that name their groups (int4-g64, kivi2-g32-r128, ...), budgets
+    (window-256, sinks4-252, h2o-25%, snapkv-256-prompt; see cache/plans.py), and paged with what the pool holds
+    (paged-fp8). A paged cache's capacity is that of all rows together, in whole blocks.
     Raises ValueError for an unknown name, a missing capacity, or groups that do not fit a row.
     """
     if name.split("-")[0] == "paged":
         return paged_cache(config, capacity, kv_dtype=name.partition("-")[2] or None)
+    plan = parse(name)
+    if plan is not None:
+        return KVCache(plan.layers(config))
     return KVCache([_layer_cache(config, index, name, capacity) for index in range(config.num_hidden_layers)])
 
 
@@ -85,5 +90,8 @@ def check_name(name: str) -> None:
     if name.startswith("paged-"):
         pool_format(name.removeprefix("paged-"))
         return
-    if name not in CACHES and recipe(name, 1) is None:
-        raise ValueError(f"unknown cache {name!r}; kvlab has {', '.join(CACHES)}, int4-g64, kivi2-g32-r128, ...")
+    if name not in CACHES and recipe(name, 1) is None and parse(name) is None:
+        raise ValueError(
+            f"unknown cache {name!r}; kvlab has {', '.join(CACHES)}, int4-g64, kivi2-g32-r128, ..., "
+            f"{', '.join(FAMILIES)}"
+        )

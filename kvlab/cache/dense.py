@@ -31,17 +31,7 @@ class DenseCache(LayerCache):
         self.positions = torch.full((B, 1, capacity), EMPTY, dtype=torch.int32, device=keys.device)
 
     def _check_like(self, keys: Tensor, values: Tensor | None, step: Step) -> None:
-        """Raise ValueError for keys and values that fit neither the step, nor each other, nor what is stored."""
-        B, T = step.positions.shape
-        if keys.dim() != 4 or (keys.shape[0], keys.shape[2]) != (B, T):
-            raise ValueError(f"positions {(B, T)} need keys ({B}, heads, {T}, width), got {tuple(keys.shape)}")
-        if values is not None and (values.shape[:3] != keys.shape[:3] or values.dtype != keys.dtype):
-            raise ValueError(f"values {_words(values)} do not fit keys {_words(keys)}")
-        if self.keys is None:
-            return
-        for what, stored, fresh in (("keys", self.keys, keys), ("values", self.values, values)):
-            if _kind(stored) != _kind(fresh):
-                raise ValueError(f"this cache holds {_words(stored)}, which {what} {_words(fresh)} do not fit")
+        check_like((self.keys, self.values), keys, values, step)
 
     def _tensors(self) -> list[Tensor]:
         return [x for x in (self.keys, self.values) if x is not None]
@@ -115,6 +105,20 @@ class DenseCache(LayerCache):
         allocated = sum(stored.numel() * stored.element_size() for stored in self._tensors())
         payload = allocated // slots * int(self._live().sum())
         return Bytes(payload, self.positions.numel() * self.positions.element_size(), allocated - payload)
+
+
+def check_like(stored: tuple[Tensor | None, Tensor | None], keys: Tensor, values: Tensor | None, step: Step) -> None:
+    """Raise ValueError for keys and values that fit neither the step, nor each other, nor what is stored."""
+    B, T = step.positions.shape
+    if keys.dim() != 4 or (keys.shape[0], keys.shape[2]) != (B, T):
+        raise ValueError(f"positions {(B, T)} need keys ({B}, heads, {T}, width), got {tuple(keys.shape)}")
+    if values is not None and (values.shape[:3] != keys.shape[:3] or values.dtype != keys.dtype):
+        raise ValueError(f"values {_words(values)} do not fit keys {_words(keys)}")
+    if stored[0] is None:
+        return
+    for what, held, fresh in zip(("keys", "values"), stored, (keys, values), strict=True):
+        if _kind(held) != _kind(fresh):
+            raise ValueError(f"this cache holds {_words(held)}, which {what} {_words(fresh)} do not fit")
 
 
 def _kind(stored: Tensor | None) -> tuple | None:

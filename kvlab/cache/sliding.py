@@ -3,76 +3,109 @@
 from __future__ import annotations
 
 import torch
+from torch import Tensor
 
-from kvlab.attention import DensePart
+from kvlab.attention import EMPTY, View
 from kvlab.cache.base import CannotRewind
 from kvlab.cache.dense import DenseCache
+from kvlab.cache.kept import KeptPart
+
+SPARE = 8  # slots that a ring may hold beyond its need: drafts come and go, and each new ring is a copy
 
 
 class SlidingCache(DenseCache):
-    """The token at position p lives in slot p % ring. Exact for a model whose layer declares this window.
+    """The newest tokens in a ring, the first `sinks` tokens for good. Exact for a model that declares this window.
 
-    The window counts the query's own token. The ring holds window - 1 tokens and the longest step seen, because
+    `imposed`: the model declares none, and the cache narrows what its queries see. That is lossy. Oracle: attention
+    with the mask "s > p - window or s < sinks". Sinks: Xiao et al. 2024 (StreamingLLM), arXiv:2309.17453.
+
+    The window counts the query's own token. The ring holds window - 1 tokens and a step's own, because
     the first query of a step still reads the window - 1 tokens before it, and because a step that is rejected
     must not have overwritten what the next one reads.
     """
 
-    def __init__(self, window: int):
+    def __init__(self, window: int, sinks: int = 0, imposed: bool = False):
         super().__init__()
         if window < 1:
             raise ValueError(f"a window must hold at least the query's own token, got {window}")
-        self.window = window
+        if sinks < 0 or (sinks and not imposed):
+            raise ValueError(f"sinks are counted from 0, and kept by an imposed window only, got {sinks}")
+        self.window, self.sinks, self.imposed = window, sinks, imposed
+        self.exact = not imposed
         self.length = 0  # tokens seen while all rows agree and start at position 0
         self.uniform = True
 
     @property
     def ring(self) -> int:
         # one spare slot takes what padding would write, and stays EMPTY
-        return max(self.capacity - 1, 0)
+        return max(self.capacity - self.sinks - 1, 0)
 
     def update(self, keys, values, step):
         self._check_like(keys, values, step)
         T = keys.shape[2]
-        self._grow(keys, values, self.window - 1 + T)
-        positions = step.positions
-        slots = torch.where(positions >= 0, positions % self.ring, self.ring).long()  # (B, T)
-        rows = torch.arange(keys.shape[0], device=keys.device)[:, None]  # (B, 1)
-        self.keys[rows, :, slots] = keys.transpose(1, 2)  # (B, T, H_kv, D_k)
-        if values is not None:
-            self.values[rows, :, slots] = values.transpose(1, 2)
-        self.positions[rows, 0, slots] = positions.to(torch.int32)
+        self._fit(keys, values, self.window - 1 + T)
         self.uniform = self.uniform and step.start == self.length
+        one = self.uniform and T == 1  # decoding: a slice costs less than an index for every row
+        if one:
+            slot = self.length if self.length < self.sinks else self._ring_slot(self.length)
+            where = (slice(None), slice(None), slice(slot, slot + 1))
+        else:
+            rows = torch.arange(keys.shape[0], device=keys.device)[:, None]  # (B, 1)
+            where = (rows, slice(None), self._slots(step.positions))  # (B, T)
+        fresh = (keys, values, step.positions[:, None].to(torch.int32))
+        for stored, new in zip((self.keys, self.values, self.positions), fresh, strict=True):
+            if stored is not None:
+                stored[where] = new if one else new.transpose(1, 2)  # (B, T, H_kv, D)
         self.length += T
-        return (self._part(),)
+        return self._view(T)
 
-    def _part(self) -> DensePart:
-        in_order = self.uniform and self.length <= self.ring  # not wrapped yet: slot i holds position i
-        used = slice(0, self.length if in_order else self.ring)
+    def _ring_slot(self, position):
+        return self.sinks + (position - self.sinks) % self.ring
+
+    def _slots(self, positions: Tensor) -> Tensor:
+        ring = torch.where(positions < self.sinks, positions, self._ring_slot(positions))
+        return torch.where(positions >= 0, ring, self.sinks + self.ring).long()
+
+    def _view(self, T: int) -> View:
+        return (self._part(0, T),)
+
+    def _part(self, first: int, T: int) -> KeptPart:
+        """Slots first, first + 1, ... as a step of T tokens sees them."""
+        full = self.sinks + self.ring
+        in_order = self.uniform and self.length <= full  # not wrapped yet: slot i holds position i
+        used = slice(first, self.length if in_order else full)
         values = None if self.values is None else self.values[:, :, used]
-        return DensePart(self.keys[:, :, used], values, self.positions[:, :, used], 0 if in_order else None)
+        facts = (self.keys[:, :, used], values, self.positions[:, :, used], first if in_order else None)
+        rule = {"window": self.window, "sinks": self.sinks} if self.imposed else {}
+        exactly = self.uniform and not in_order and T == 1 and self.ring == self.window
+        bounds = (self.length - self.window, self.length - 1) if exactly else None
+        return KeptPart(*facts, bounds=bounds, **rule)
 
-    def _grow(self, keys, values, needed):
-        if needed <= self.ring:
+    def _fit(self, keys, values, needed):
+        """Grow the ring to what a step needs, or give back what a long one left."""
+        if needed <= self.ring <= needed + SPARE:
             return
         old, positions = self._tensors(), self.positions
-        self._allocate(keys, values, needed + 1)
+        self._allocate(keys, values, self.sinks + needed + 1)
         if positions is None:
             return
-        slots = torch.where(positions >= 0, positions % self.ring, self.ring).long()  # (B, 1, C)
+        beyond = positions <= positions.amax(2, keepdim=True) - self.ring  # no query to come reads them
+        positions = positions.masked_fill(beyond & (positions >= self.sinks), EMPTY)
+        slots = self._slots(positions)  # (B, 1, C)
         self.positions.scatter_(2, slots, positions)
         for new, before in zip(self._tensors(), old, strict=True):
             new.scatter_(2, slots[..., None].expand_as(before), before)
-            new[:, :, self.ring] = 0.0  # what old EMPTY slots wrote there
+            new[:, :, -1] = 0.0  # what old EMPTY slots wrote there
 
     def check_rewind(self, lengths):
         super().check_rewind(lengths)
         if self.positions is None:
             return
         wanted = torch.tensor(lengths, device=self.positions.device)[:, None, None]
-        needed = (self.positions >= 0) & (self.positions < wanted) & (self.positions > wanted - self.window)
-        held = needed.sum((1, 2)).tolist()
+        within = (self.positions > wanted - self.window) | (self.positions < self.sinks)
+        held = ((self.positions >= 0) & (self.positions < wanted) & within).sum((1, 2)).tolist()
         for row, (length, found) in enumerate(zip(lengths, held, strict=True)):
-            missing = min(length, self.window - 1) - found
+            missing = min(length, self.window - 1 + min(self.sinks, max(0, length - self.window + 1))) - found
             if missing > 0 and length < int(self._row_lengths()[row]):
                 raise CannotRewind(
                     f"cannot rewind row {row} to {length} tokens: of the {self.window - 1} before it that the window "
@@ -92,4 +125,4 @@ class SlidingCache(DenseCache):
 
     def _live(self):
         newest = self.positions.amax(2, keepdim=True)  # (B, 1, 1)
-        return (self.positions >= 0) & (self.positions > newest - self.window)
+        return (self.positions >= 0) & ((self.positions > newest - self.window) | (self.positions < self.sinks))

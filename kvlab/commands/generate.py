@@ -12,7 +12,10 @@ from kvlab.terminal import amount, print_json, print_table, seconds
 
 Model = Annotated[str, typer.Argument(metavar="MODEL", help="A model to run: smollm2-135m, a directory, a hub id.")]
 Prompt = Annotated[str, typer.Option("--prompt", help="The text to continue.")]
-Cache = Annotated[str, typer.Option("--cache", help="none (naive), contiguous, static or sliding.")]
+Cache = Annotated[
+    str,
+    typer.Option("--cache", help="none (naive), contiguous, static, sliding, int8, kivi2, sinks4-252, h2o-25%, ..."),
+]
 Compile = Annotated[bool, typer.Option("--compile", help="Compile the decode step; warm-up is reported apart.")]
 Chat = Annotated[bool, typer.Option("--chat", help="Put the prompt into the model's chat template.")]
 OptionalInt = Optional[int]  # noqa: UP045 (older typers cannot read `int | None`)

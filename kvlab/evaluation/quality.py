@@ -207,7 +207,9 @@ def teacher_forced(model: Transformer, ids: Sequence[int], cache: KVCache, strid
     for start in range(0, len(ids), stride):
         step_ids = torch.tensor([ids[start : start + stride]], device=device)  # (1, T)
         positions = torch.arange(start, start + step_ids.shape[1], dtype=torch.int32, device=device)[None]  # (1, T)
-        logits = model(step_ids, cache.begin(positions), cache)[0]
+        pieces = cache.cut(positions)
+        steps = zip(step_ids.split(pieces, 1), positions.split(pieces, 1), strict=True)
+        logits = torch.cat([model(ids_now, cache.begin(at), cache)[0] for ids_now, at in steps])  # (T, vocabulary)
         yield logits.float().log_softmax(-1)
 
 

@@ -16,6 +16,7 @@ Three layouts compute the same function:
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 
 import torch
 from torch import Tensor, nn
@@ -93,7 +94,7 @@ class LatentAttention(nn.Module):
         keys, values = self._expand(*part.keys.split([self.rank, self.rope_dim], -1))
         # flash attention on CPU wants D_k = D_v; without it a prompt took twice as long
         values = F.pad(values, (0, max(0, keys.shape[-1] - self.value_dim)))  # (B, H, S, D_k)
-        return DensePart(keys, values, part.positions, part.start, value_width=self.value_dim)
+        return replace(part, keys=keys, values=values, value_width=self.value_dim)
 
     def _expand(self, latent: Tensor, key_rope: Tensor) -> tuple[Tensor, Tensor]:
         up_keys, up_values = self._up()

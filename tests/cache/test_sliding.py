@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from kvlab.attention import Step, visible
+from kvlab.attention import Step, attend, visible
 from kvlab.cache.base import CannotRewind
 from kvlab.cache.sliding import SlidingCache
 
@@ -80,3 +80,91 @@ def test_rewinding_by_nothing_is_always_possible():
 def test_a_window_of_nothing_is_refused(window):
     with pytest.raises(ValueError, match=f"got {window}"):
         SlidingCache(window)
+
+
+def imposed(window, sinks=0):
+    return SlidingCache(window, sinks, imposed=True)
+
+
+def live(cache):
+    return sorted(int(p) for p, alive in zip(cache.positions.flatten(), cache._live().flatten(), strict=True) if alive)
+
+
+def test_four_sinks_and_a_window_of_four_after_twelve_tokens():
+    cache = imposed(4, 4)
+    for position in range(12):
+        feed(cache, position, 1)
+    assert live(cache) == [0, 1, 2, 3, 8, 9, 10, 11]
+    assert cache.positions[0, 0].tolist() == [0, 1, 2, 3, 8, 9, 10, 11, -1]  # and one slot for padding
+
+
+@pytest.mark.parametrize("sizes", [[1] * 30, [30], [7, 1, 1, 21], [2, 9, 1, 18]])
+def test_what_an_imposed_window_lets_be_seen_is_what_the_mask_says(sizes):
+    torch.manual_seed(0)
+    cache, start = imposed(5, 2), 0
+    queries, keys, values = (torch.randn(1, n, 30, 4, dtype=torch.float64) for n in (4, 2, 2))
+    sees = visible(torch.arange(30)[None], torch.arange(30)[None, None], 5, 2)
+    scores = (queries @ keys.repeat_interleave(2, 1).mT).masked_fill(~sees, -torch.inf)
+    expected = scores.softmax(-1) @ values.repeat_interleave(2, 1)
+    for size in sizes:
+        now = slice(start, start + size)
+        step = Step.plan(torch.arange(start, start + size, dtype=torch.int32)[None])
+        got = attend(queries[:, :, now], cache.update(keys[:, :, now], values[:, :, now], step), step, scale=1.0)
+        torch.testing.assert_close(got, expected[:, :, now])
+        start += size
+
+
+def test_a_window_imposed_on_a_model_replaces_its_own_wider_one():
+    cache = imposed(3, 1)
+    for position in range(9):
+        step = Step.plan(torch.tensor([[position]], dtype=torch.int32))
+        keys = torch.zeros(1, 2, 1, 4)
+        part = cache.update(keys, torch.full_like(keys, position), step)[0]
+    assert float(part.attend(keys, step, scale=1.0, window=7)[0, 0, 0, 0]) == (0 + 6 + 7 + 8) / 4
+
+
+def test_a_long_step_is_given_back_by_the_next_short_one():
+    cache = imposed(6, 2)
+    feed(cache, 0, 50)
+    assert cache.ring == 55
+    feed(cache, 50, 1)
+    assert cache.ring == 6 and live(cache) == [0, 1, 45, 46, 47, 48, 49, 50]
+    feed(cache, 51, 4)  # a draft
+    cache.rewind([52])
+    feed(cache, 52, 1)
+    assert cache.ring == 9 and live(cache) == [0, 1, 47, 48, 49, 50, 51, 52]
+
+
+def test_steady_decoding_writes_in_place_and_needs_no_mask():
+    cache = imposed(6, 2)
+    for position in range(20):
+        feed(cache, position, 1)
+    where = cache.keys.data_ptr()
+    step = Step.plan(torch.tensor([[20]], dtype=torch.int32))
+    part = cache.update(torch.zeros(1, 2, 1, 4), torch.zeros(1, 2, 1, 4), step)[0]
+    assert cache.keys.data_ptr() == where and part.keys.shape[2] == 8
+    assert part.bounds == (15, 20) and part._all_visible(step, 6)
+
+
+def test_sinks_are_needed_after_a_rewind_too():
+    cache, fresh = imposed(4, 2), imposed(4, 2)
+    feed(cache, 0, 6), feed(fresh, 0, 6)
+    feed(cache, 6, 3)
+    cache.rewind([7])
+    feed(fresh, 6, 1)
+    assert live(cache) == live(fresh) == [0, 1, 3, 4, 5, 6]
+
+
+def test_sinks_do_not_count_for_the_window_that_a_rewind_needs():
+    cache = imposed(4, 2)
+    for position in range(12):
+        feed(cache, position, 1)
+    with pytest.raises(CannotRewind, match=r"to 10 tokens: of the 3 before it .* 1 are overwritten"):
+        cache.rewind([10])
+    cache.rewind([11])
+
+
+@pytest.mark.parametrize(("facts", "words"), [((4, -1, True), "got -1"), ((4, 2, False), "imposed window only, got 2")])
+def test_sinks_that_cannot_be(facts, words):
+    with pytest.raises(ValueError, match=words):
+        SlidingCache(*facts)

@@ -273,3 +273,12 @@ def test_the_real_model_finds_a_pass_key_through_the_exact_cache():
     one = list(generate_samples("passkey", loaded.tokenizer, 1, tokens=96))
     done = accuracy(loaded.model, loaded.tokenizer, one)
     assert done.right == 1 and one[0].answer in done.rows[0]["text"]
+
+
+def test_steps_are_cut_where_a_cache_decides_and_yielded_whole():
+    by_stride = {
+        stride: list(teacher_forced(MODEL, IDS[:23], build_cache(MODEL.config, "h2o-8-stride4"), stride))
+        for stride in (1, 7)
+    }
+    assert [len(part) for part in by_stride[7]] == [7, 7, 7, 2]
+    torch.testing.assert_close(torch.cat(by_stride[7]), torch.cat(by_stride[1]), atol=1e-5, rtol=1e-5)
