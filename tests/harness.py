@@ -20,6 +20,7 @@ from kvlab.cache.formats import CodedRows
 from kvlab.cache.paged import PagedCache
 from kvlab.cache.paged_rows import PagedKVCache
 from kvlab.cache.quantized import QuantizedCache
+from kvlab.cache.scores import METHODS
 from kvlab.cache.sliding import SlidingCache
 from kvlab.cache.static import StaticCache
 from kvlab.codecs import Codec
@@ -124,7 +125,7 @@ def evicting(method: str, codec: Codec | None = None, window: int | None = None)
     form = None if codec is None else CodedRows(codec, codec)
 
     def oracle():
-        return SlowEviction(method, BUDGET.tokens, BUDGET.sinks, BUDGET.recent, STRIDE, codec)
+        return SlowEviction(method, BUDGET.tokens, BUDGET.sinks, BUDGET.recent, STRIDE, codec, window=window)
 
     return Kind(lambda: EvictingCache(method, BUDGET, STRIDE, form=form), window, oracle)
 
@@ -156,8 +157,8 @@ CACHES = {
     "sinks and window": Kind(
         lambda: SlidingCache(WINDOW, 2, imposed=True), oracle=lambda: WindowOracle(WINDOW, 2), forgets=True
     ),
-    "h2o": evicting("h2o"),
-    "snapkv": evicting("snapkv"),
+    **{method: evicting(method) for method in METHODS},
+    "snapkv, model with a window": evicting("snapkv", window=15),
     "random, int8": evicting("random", INT8),
 }
 EXACT = {name: kind for name, kind in CACHES.items() if kind.oracle is None}

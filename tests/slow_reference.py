@@ -50,6 +50,7 @@ class SlowEviction(ContiguousCache):
     """A method with a budget of `tokens`; rows are equally long, positions begin at 0.
 
     Decides where a position is a multiple of `stride`; with a `prompt`, first where that ends, then at the multiples.
+    `shared`: all KV heads of a row keep the same tokens. `window`: the model's own.
     Per row and KV head: `kept`, the positions that the last decision left, and `total`, what H2O adds up.
     """
 
@@ -64,13 +65,17 @@ class SlowEviction(ContiguousCache):
         stride: int,
         codec: Codec | None = None,
         prompt: int = 0,
+        shared: bool = False,
+        window: int | None = None,
     ):
         super().__init__()
         self.method, self.tokens, self.sinks, self.recent = method, tokens, sinks, recent
         self.stride, self.codec, self.prompt = stride, codec, prompt
+        self.shared, self.window = shared, window
         self.kept: dict[tuple[int, int], set[int]] = {}
         self.total: dict[tuple[int, int, int], float] = {}
-        self.asked: list[dict[tuple[int, int], dict[int, float]]] = []  # of each query: (row, query head) -> weights
+        self.asked: list[tuple[int, Tensor]] = []  # each query's position and vectors (B, H, D_k)
+        self.scale, self.sharing = 1.0, 1  # query heads of a KV head
 
     def update(self, keys, values, step):
         if self.codec is not None:
@@ -90,59 +95,80 @@ class SlowEviction(ContiguousCache):
         at = p - p % self.stride
         return at if at > self.prompt else self.prompt if p >= self.prompt else 0
 
-    def seen(self, b: int, h: int, p: int) -> list[int]:
-        """What the query at p sees: what the last decision kept, and all since."""
+    def held(self, b: int, h: int, p: int) -> list[int]:
+        """What the last decision kept, and all since, up to p."""
         last = self.last_decision(p)
         return sorted(self.kept.get((b, h), set(range(last)))) + list(range(last, p + 1))
 
+    def seen(self, b: int, h: int, p: int) -> list[int]:
+        """What the query at p sees of it."""
+        return [s for s in self.held(b, h, p) if self.window is None or s > p - self.window]
+
     def observe(self, queries, view, step, *, scale, window):
         B, H = queries.shape[:2]
-        sharing = H // self.keys.shape[1]
+        self.scale, self.sharing = scale, H // self.keys.shape[1]
         for t, p in enumerate(step.positions[0].tolist()):
-            answer = {}
+            self.asked.append((p, queries[:, :, t]))
             for b, head in product(range(B), range(H)):
-                slots = self.seen(b, head // sharing, p)
-                weights = (self.keys[b, head // sharing, slots] @ queries[b, head, t] * scale).softmax(0).tolist()
-                answer[b, head] = dict(zip(slots, weights, strict=True))
-                for s, weight in answer[b, head].items():
-                    more = weight * (len(slots) if self.method == "h2o-mean" else 1) / sharing
-                    self.total[b, head // sharing, s] = self.total.get((b, head // sharing, s), 0.0) + more
-            self.asked.append(answer)
+                slots = self.seen(b, head // self.sharing, p)
+                for s, weight in self.weights(b, head, -1, slots).items():
+                    more = weight * (len(slots) if self.method == "h2o-mean" else 1) / self.sharing
+                    where = b, head // self.sharing, s
+                    self.total[where] = self.total.get(where, 0.0) + more
+
+    def weights(self, b: int, head: int, index: int, slots: list[int]) -> dict[int, float]:
+        """What a query asked before gives to those of these slots that it sees."""
+        p, queries = self.asked[index]
+        seen = [s for s in slots if s <= p and (self.window is None or s > p - self.window)]
+        answer = (self.keys[b, head // self.sharing, seen] @ queries[b, head] * self.scale).softmax(0)
+        return dict(zip(seen, answer.tolist(), strict=True))
 
     def decide(self, now: int) -> None:
-        for b, h in product(range(self.keys.shape[0]), range(self.keys.shape[1])):
-            held = self.seen(b, h, now - 1)
-            scores = {s: self.score(b, h, s, now, held) for s in held}
-            safe = {s for s in held if s < self.sinks or s >= now - self.recent}
-            ranked = sorted(held, key=lambda s: (s in safe, scores[s], s), reverse=True)
-            self.kept[b, h] = set(ranked[: self.tokens])
+        for b in range(self.keys.shape[0]):
+            held = [self.held(b, h, now - 1) for h in range(self.keys.shape[1])]
+            scores = [self.scores(b, h, now, slots) for h, slots in enumerate(held)]
+            if self.shared:
+                scores = [{s: sum(one[s] for one in scores) / len(scores) for s in held[0]}] * len(scores)
+            for h, slots in enumerate(held):
+                ranked = sorted(slots, key=lambda s, own=scores[h]: self.rank(s, own[s], now), reverse=True)
+                self.kept[b, h] = set(ranked[: self.tokens])
 
-    def score(self, b: int, h: int, s: int, now: int, held: list[int]) -> float:
+    def rank(self, s: int, score: float, now: int) -> tuple:
+        """In sight before out of sight of all to come, protected before others, then by score, then by age."""
+        in_sight = self.window is None or s > now - self.window
+        return in_sight, in_sight and (s < self.sinks or s >= now - self.recent), score if in_sight else 0, s
+
+    def scores(self, b: int, h: int, now: int, held: list[int]) -> dict[int, float]:
         match self.method:
             case "recent":
-                return s
+                return {s: s for s in held}
             case "random":
-                return hashed(s, h, 0)
+                return {s: hashed(s, h, 0) for s in held}
             case "keynorm":
-                return -float(self.keys[b, h, s].float().norm())
+                return {s: -float(self.keys[b, h, s].float().norm()) for s in held}
             case "h2o":
-                return self.total[b, h, s]
+                return {s: self.total[b, h, s] for s in held}
             case "h2o-mean":
-                return self.total[b, h, s] / (now - s)
+                return {s: self.total[b, h, s] / min(now - s, self.window or now) for s in held}
             case "tova":
-                return sum(weights.get(s, 0.0) for (row, _), weights in self.asked[-1].items() if row == b)
+                heads = range(self.keys.shape[1] * self.sharing)
+                return added([self.weights(b, head, -1, held) for head in heads], held)
             case "snapkv":
-                return self.smoothed(b, h, s, [x for x in held if x < now - self.recent])
+                return self.smoothed(b, h, now, held)
         raise ValueError(self.method)
 
-    def smoothed(self, b: int, h: int, s: int, past: list[int]) -> float:
-        """What the window's queries give to s and its two neighbours on either side, among those before the window."""
-        if s not in past:
-            return 0.0
-        near = past[max(0, past.index(s) - 2) : past.index(s) + 3]
-        sharing = len(self.asked[0]) // self.keys.shape[0] // self.keys.shape[1]
-        heads = range(h * sharing, (h + 1) * sharing)
-        return sum(query[b, head].get(x, 0.0) for x, query, head in product(near, self.asked[-self.recent :], heads))
+    def smoothed(self, b: int, h: int, now: int, held: list[int]) -> dict[int, float]:
+        """What the window's queries give to a token and its two neighbours on either side, but for the window's own."""
+        heads = range(h * self.sharing, (h + 1) * self.sharing)
+        asked = range(-min(self.recent, len(self.asked)), 0)
+        given = added([self.weights(b, head, index, held) for index, head in product(asked, heads)], held)
+        past = [s for s in held if s < now - self.recent]
+        near = {s: past[max(0, i - 2) : i + 3] for i, s in enumerate(past)}
+        return {s: sum(given[x] for x in near.get(s, [])) for s in held}
+
+
+def added(answers: list[dict[int, float]], held: list[int]) -> dict[int, float]:
+    return {s: sum(answer.get(s, 0.0) for answer in answers) for s in held}
 
 
 def hashed(position: int, head: int, seed: int) -> float:

@@ -11,6 +11,7 @@ and behind a method's budget, in any order:
                                H2O's budget one half, as published; -sinks0 -recent0 protects nothing)
     -stride32                  positions between decisions (else an eighth of the budget, but no more than 64)
     -prompt                    a prompt is kept whole, and decided on where it ends
+    -shared                    all KV heads of a layer keep the same tokens, those of the best mean score
     -pyramid                   more for the first layers, less for the last, the same in all
     +int8                      codes with scales for each row, as in codecs.RECIPES
 """
@@ -29,7 +30,7 @@ from kvlab.cache.budgets import Budget, pyramid
 from kvlab.cache.evicting import STRIDE, EvictingCache
 from kvlab.cache.formats import CodedRows, PlainRows
 from kvlab.cache.rerotated import RerotatedCache
-from kvlab.cache.scores import METHODS
+from kvlab.cache.scores import METHODS, shared
 from kvlab.cache.sliding import SlidingCache
 from kvlab.codecs import recipe
 from kvlab.config import ModelConfig
@@ -44,7 +45,7 @@ SINKS, RECENT = 4, 32  # protected where the name does not say
 WINDOW = re.compile(r"(?:window|sinks(?P<sinks>\d+))-(?P<window>\d+)(?P<rerotated>-rerotated)?(?P<codes>\+.*)?")
 SCORED = re.compile(
     rf"(?P<method>{'|'.join(METHODS)})-(?P<amount>\d+(?:\.\d+)?%|\d+)"
-    r"(?P<options>(?:-(?:(?:sinks|recent|stride)\d+|prompt|pyramid))*)(?:\+(?P<codes>.+))?"
+    r"(?P<options>(?:-(?:(?:sinks|recent|stride)\d+|prompt|shared|pyramid))*)(?:\+(?P<codes>.+))?"
 )
 FIRST_WORD = re.compile(rf"({'|'.join(METHODS)}|window|sinks)\b.*|sinks\d.*")
 
@@ -82,6 +83,7 @@ class ScoredPlan:
     recent: int
     stride: int
     whole_prompt: bool = False
+    shared: bool = False
     pyramid: bool = False
     codes: str | None = None
 
@@ -101,7 +103,8 @@ class ScoredPlan:
         if own is not None and budget.tokens is not None and own <= budget.tokens:
             return SlidingCache(own)
         how = {"whole_prompt": self.whole_prompt, "form": form, "seed": index}
-        return EvictingCache(self.method, budget, self.stride, **how)
+        method = METHODS[self.method]
+        return EvictingCache(shared(method) if self.shared else method, budget, self.stride, **how)
 
     def _form(self, config: ModelConfig) -> PlainRows | CodedRows:
         if self.codes is None:
@@ -125,7 +128,7 @@ def parse(name: str) -> WindowPlan | ScoredPlan | None:
         raise ValueError(
             f"cannot read the cache {name!r}: window-256, sinks4-252, sinks4-252-rerotated, or a method "
             f"({', '.join(METHODS)}) with its budget, h2o-256 or h2o-25%, then -sinks4, -recent64, -stride32, -prompt, "
-            "-pyramid and +int8"
+            "-shared, -pyramid and +int8"
         )
     return None
 
@@ -163,7 +166,7 @@ def _scored_plan(name: str, method: str, amount: str, options: str, codes: str |
         sinks=given.get("sinks", SINKS if tokens is None else min(SINKS, tokens // 4)),
         recent=given.get("recent", max(recent, 1)),
         stride=given.get("stride", STRIDE if tokens is None else max(1, min(STRIDE, tokens // 8))),
-        whole_prompt="prompt" in given, pyramid="pyramid" in given, codes=codes,
+        whole_prompt="prompt" in given, shared="shared" in given, pyramid="pyramid" in given, codes=codes,
     )  # fmt: skip
     for budget in plan.budgets(2):
         EvictingCache(method, budget, plan.stride)

@@ -6,7 +6,7 @@ Shapes are those of attention.py; S slots are stored, Q queries are remembered. 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -45,7 +45,8 @@ class Evidence:
     def attention(self) -> Iterator[tuple[Tensor, Tensor]]:
         """Weights (B, H_kv, G, q, S) of the remembered queries, some at a time, and what they see, (B, H_kv, 1, q, S).
 
-        They are what attention gave: since these queries were asked, nothing was evicted.
+        Of queries asked since the last decision they are what attention gave. Of older ones (an observation window
+        that is longer than the stride) they are what it would give now, over the tokens that are left.
         """
         kv_heads = self.keys.shape[1]
         wide = torch.float64 if self.keys.dtype == torch.float64 else torch.float32
@@ -54,7 +55,8 @@ class Evidence:
             scores = (fold(queries, kv_heads).to(wide) @ keys).unflatten(2, (-1, queries.shape[2]))
             sees = visible(at, self.positions, self.window)[:, :, None]  # (B, H_kv, 1, q, S)
             weights = scores.masked_fill_(~sees, -torch.inf).softmax(-1)
-            yield weights.masked_fill_(~sees, 0.0), sees  # a query that is not asked sees nothing, and weighs nothing
+            blind = ~sees.any(-1, keepdim=True)  # a query that is not asked sees nothing, and weighs nothing
+            yield (weights.masked_fill_(blind, 0.0) if bool(blind.any()) else weights), sees
 
 
 def recency(evidence: Evidence) -> Tensor:
@@ -85,7 +87,7 @@ def last_attention(evidence: Evidence) -> Tensor:
 def window_attention(evidence: Evidence) -> Tensor:
     """SnapKV: what the newest queries attend to, on average over them and over the query heads that share a KV head,
     smoothed over neighbouring tokens (Li et al. 2024, arXiv:2404.14469)."""
-    total = sum(weights.mean(2).sum(2) for weights, _ in evidence.attention())  # (B, H_kv, S)
+    total = add_attention(evidence)  # (B, H_kv, S)
     in_window = evidence.positions >= _first_asked(evidence)
     order = evidence.positions.argsort(-1)  # slots lie in any order; neighbours are neighbours in the text
     sorted_ = total.masked_fill(in_window, 0.0).gather(-1, order)
@@ -107,7 +109,7 @@ def attention_over_uniform(evidence: Evidence) -> Tensor:
 
 def add_attention(evidence: Evidence) -> Tensor:
     """(B, H_kv, S): what the remembered queries add to the accumulated attention."""
-    return sum(weights.mean(2).sum(2) for weights, _ in evidence.attention())
+    return sum(weights.sum((2, 3)) / weights.shape[2] for weights, _ in evidence.attention())
 
 
 def add_attention_over_uniform(evidence: Evidence) -> Tensor:
@@ -132,6 +134,16 @@ class Method:
     score: Callable[[Evidence], Tensor]
     asks: str = "none"
     adds: Callable[[Evidence], Tensor] | None = None
+
+
+def shared(method: Method) -> Method:
+    """The method with one score for all KV heads of a layer, their mean: the heads keep the same tokens."""
+
+    def score(evidence: Evidence) -> Tensor:
+        apart = method.score(evidence)
+        return apart.mean(1, keepdim=True).expand_as(apart)  # (B, H_kv, S)
+
+    return replace(method, score=score)
 
 
 METHODS = {

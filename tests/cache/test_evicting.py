@@ -15,7 +15,7 @@ from kvlab.cache.build import build_cache
 from kvlab.cache.contiguous import ContiguousCache
 from kvlab.cache.evicting import EvictingCache
 from kvlab.cache.formats import CodedRows
-from kvlab.cache.scores import METHODS, Method
+from kvlab.cache.scores import METHODS, Method, shared
 from kvlab.cache.sliding import SlidingCache
 from kvlab.codecs import Codec
 from kvlab.generate import generate, last_logits, prefill
@@ -96,6 +96,27 @@ def test_kept_sets_and_outputs_are_those_of_the_slow_reference(method, heads, kv
         for row in range(2):
             assert held(cache, row) == [reference.seen(row, h, at) for h in range(kv_heads)]
     assert len({tuple(head) for row in range(2) for head in held(cache, row)}) > 1 or method in ("recent", "random")
+
+
+@every_method
+def test_heads_that_share_their_kept_tokens(method):
+    """One score for all KV heads of a layer, the mean of theirs."""
+    layer, reference = Layer(22, batch=2), slow(method, shared=True)
+    cache = evicting(shared(METHODS[method]))
+    for at in range(22):
+        torch.testing.assert_close(layer.feed(cache, [1], at), layer.feed(reference, [1], at))
+        for row in range(2):
+            assert held(cache, row) == [reference.seen(row, h, at) for h in range(2)]
+            assert len({tuple(head) for head in held(cache, row)}) == 1
+
+
+def test_a_window_of_queries_longer_than_the_stride_is_asked_about_what_is_left():
+    """Six queries asked, decisions two apart: of tokens that left since, nobody is asked again."""
+    layer, cache = Layer(30), evicting("snapkv", Budget(10, sinks=1, recent=6), 2)
+    reference = SlowEviction("snapkv", 10, 1, 6, 2)
+    for at in range(30):
+        torch.testing.assert_close(layer.feed(cache, [1], at), layer.feed(reference, [1], at))
+        assert held(cache) == [reference.seen(0, h, at) for h in range(2)]
 
 
 @every_method

@@ -60,6 +60,9 @@ def test_methods_with_their_budgets(name, budget, stride):
 
 def test_options():
     assert layer("snapkv-256-prompt").whole_prompt
+    assert layer("h2o-256").method is METHODS["h2o"]
+    alike = layer("h2o-256-shared-stride16").method
+    assert alike.score is not METHODS["h2o"].score and (alike.asks, alike.adds) == ("all", METHODS["h2o"].adds)
     coded = layer("h2o-256+int4-g8")
     assert isinstance(coded.form, CodedRows) and coded.form.key_codec.bits == 4 and coded.form.rope_width == 0
     assert layer("h2o-256-prompt+int8").form.key_codec.bits == 8

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import itertools
+import json
 
 import pytest
 import torch
 
 from kvlab.cache.build import build_cache
-from kvlab.evaluation.streaming import BASELINE, BLOCK, one_layer, overheads, stream_through
+from kvlab.evaluation.streaming import BASELINE, BLOCK, both_ends, measured, one_layer, overheads, stream_through
 from tests.harness import tiny_config
 
 MODEL = one_layer(tiny_config(), torch.float32)
@@ -62,6 +63,47 @@ def test_decisions_count_in_the_mean(monkeypatch):
     row = overheads(MODEL, ["h2o-16"], held=16, blocks=3)[1]
     assert row.ratio_median == 1.0 and row.ratio_mean == (BLOCK - 1 + 10) / BLOCK
     assert steps["n"] == 2 * 3 * BLOCK
+
+
+def test_both_ends_are_timed_in_turns(monkeypatch):
+    from kvlab.evaluation import streaming
+
+    order, real = [], streaming._step
+
+    def slower_far_away(model, cache, position, clock):
+        order.append(position)
+        real(model, cache, position, clock)
+        return 3.0 if position >= 100 else 2.0
+
+    monkeypatch.setattr(streaming, "_step", slower_far_away)
+    found = both_ends(MODEL, "h2o-8", early=20, late=100, blocks=2)
+    assert order == [*range(20, 52), *range(100, 132), *range(52, 84), *range(132, 164)]
+    assert (found.early_s, found.late_s, found.ratio) == (2.0, 3.0, 1.5)
+    assert found.early_bytes == found.late_bytes
+    grown = both_ends(MODEL, BASELINE, early=20, late=100, blocks=1)
+    assert grown.late_bytes > grown.early_bytes
+    with pytest.raises(ValueError, match=r"1 <= early <= late.* 9, 5, 1"):
+        both_ends(MODEL, BASELINE, 9, 5, 1)
+
+
+def test_rows_of_everything_and_a_run_that_goes_on(tmp_path, monkeypatch):
+    from kvlab.evaluation import streaming
+
+    monkeypatch.setattr(streaming, "overheads", lambda model, names: overheads(model, names, 16, 1))
+    monkeypatch.setattr(
+        streaming, "both_ends", lambda model, name, late: both_ends(model, name, early=20, late=late, blocks=1)
+    )
+    facts = {"names": ["window-8", "h2o-8"], "tokens": 60, "work": tmp_path / "rows.jsonl"}
+    rows = list(measured(MODEL, **facts))
+    assert [(row["measure"], row["name"]) for row in rows] == [
+        *(("overhead", name) for name in (BASELINE, "window-8", "h2o-8")),
+        *((measure, name) for name in (BASELINE, "window-8", "h2o-8") for measure in ("ends", "stretch")),
+    ]
+    assert list(measured(MODEL, **facts)) == rows  # read, not run again
+    monkeypatch.setattr(streaming, "measured", lambda model, **facts: iter([{"measure": model.config.name}]))
+    streaming.main(["--shape", "tiny-mha", "--work", str(tmp_path / "w" / "x"), "--out", str(tmp_path / "o" / "y")])
+    answer = json.loads((tmp_path / "o" / "y").read_text())
+    assert answer["rows"] == [{"measure": "tiny-mha"}] and answer["command"] == streaming.COMMAND
 
 
 @pytest.mark.parametrize("sizes", [(0, 5), (5, 0)])
