@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache as memoize
 from functools import partial
 
@@ -14,6 +14,7 @@ from kvlab.cache.base import KVCache, LayerCache
 from kvlab.cache.block_store import DTYPES as POOL_DTYPES
 from kvlab.cache.contiguous import ContiguousCache
 from kvlab.cache.dense import DenseCache
+from kvlab.cache.offloaded import OffloadedCache, OffloadedKVCache
 from kvlab.cache.paged import PagedCache
 from kvlab.cache.paged_rows import PagedKVCache
 from kvlab.cache.quantized import QuantizedCache
@@ -114,6 +115,16 @@ def paged(block_size: int, kv_dtype: str | None = None, window: int | None = Non
     return Kind(layer, window, oracle, forgets=window is not None, whole=whole)
 
 
+def offloaded(kind: Kind) -> Kind:
+    """The same layers, kept elsewhere."""
+    return replace(kind, whole=lambda layers: OffloadedKVCache(KVCache(layers)), scheme=None)
+
+
+def bare(layer: LayerCache) -> LayerCache:
+    """What a layer is once nothing is wrapped around it."""
+    return layer.inner if isinstance(layer, OffloadedCache) else layer
+
+
 INT8 = Codec("affine", 8, 8)
 CACHES = {
     "contiguous": Kind(ContiguousCache),
@@ -137,6 +148,10 @@ CACHES = {
     "int4 keys, symmetric int8 values": quantized(Codec("affine", 4), Codec("symmetric", 8)),
     "kivi4": quantized(Codec("affine", 4, 4, "tokens"), Codec("affine", 4, 4), 8, scheme="kivi4-g4"),
     "kivi2": quantized(Codec("affine", 2, 4, "tokens"), Codec("affine", 2, 4), 4, scheme="kivi2-g4"),
+}
+CACHES |= {
+    f"offloaded {name}": offloaded(CACHES[name])
+    for name in ("contiguous", "contiguous, model with a window", "sliding", "int4", "fp8", "kivi4")
 }
 EXACT = {name: kind for name, kind in CACHES.items() if kind.oracle is None}
 LOSSY = {name: kind for name, kind in CACHES.items() if kind.oracle is not None}
@@ -219,19 +234,21 @@ def held(cache: KVCache) -> list[torch.Tensor]:
     """For each layer the positions that it holds, EMPTY among them; where the cache needs none, of row behind row."""
     if isinstance(cache, PagedKVCache):
         return [torch.cat([torch.arange(length) for length in cache.lengths])] * len(cache.layers)
-    return [layer.positions.clone() for layer in cache.layers]
+    return [bare(layer).positions.clone() for layer in cache.layers]
 
 
 def bookkeeping(cache: KVCache) -> int:
     """Bytes of what says which slot holds what."""
     if isinstance(cache, PagedKVCache):
         return sum(4 * len(group.tables) * max(map(len, group.tables)) for group in cache.groups)
-    positions = [x.positions if isinstance(x, DenseCache) else x._positions.data for x in cache.layers]
+    layers = [bare(layer) for layer in cache.layers]
+    positions = [x.positions if isinstance(x, DenseCache) else x._positions.data for x in layers]
     return sum(x.nbytes for x in positions)
 
 
 def unused_slots(cache: KVCache, layer: LayerCache) -> list[tuple[torch.Tensor, torch.Tensor]]:
     """Each stored tensor (B, H_kv, C, D) of a layer with its unused slots (B, 1, C, 1)."""
+    layer = bare(layer)
     if isinstance(layer, PagedCache):
         used, group = torch.zeros(layer.num_blocks, 1, layer.block_size, 1, dtype=torch.bool), cache.groups[layer.group]
         for table, length in zip(group.tables, cache.lengths, strict=True):
