@@ -22,13 +22,11 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save
 from torch import Tensor
 
+from kvlab.cache.tiers import StoreWarning
+
 KEY, BLOCK, PARTIAL = re.compile("[0-9a-f]{64}"), ".block.safetensors", ".partial"
 BLANK = b"0" * 64  # what stands for the checksum while it is computed
 CHECKSUM = re.compile(rb'"checksum":"([0-9a-f]{64})"')
-
-
-class StoreWarning(UserWarning):
-    """A stored block is missing, damaged or somebody else's, or could not be written; it counts as not stored."""
 
 
 class BlockFiles:

@@ -8,10 +8,16 @@ from collections import OrderedDict
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from torch import Tensor
 
-from kvlab.cache.block_files import BlockFiles, StoreWarning
+if TYPE_CHECKING:
+    from kvlab.cache.block_files import BlockFiles
+
+
+class StoreWarning(UserWarning):
+    """A stored block is missing, damaged or somebody else's, or could not be written; it counts as not stored."""
 
 
 @dataclass

@@ -17,13 +17,16 @@ from torch import Tensor
 from kvlab.attention_paged import Rows
 from kvlab.cache.base import KVCache
 from kvlab.cache.paged import PagedCache, layer_groups, paged_layers
-from kvlab.engine.block_pool import GONE, BlockPool
+from kvlab.cache.tiers import TieredStore
+from kvlab.engine.block_mover import BlockMover
+from kvlab.engine.block_pool import BlockPool
 from kvlab.engine.plan import Plan, Row
 from kvlab.engine.prefix_cache import HashChain, NoPrefixCache
 from kvlab.engine.radix_cache import RadixCache
 from kvlab.engine.request import Request
 from kvlab.engine.scheduler import Scheduler
 from kvlab.engine.stats import Stats, Usage
+from kvlab.model.fingerprint import fingerprint
 from kvlab.model.transformer import Transformer
 from kvlab.sampling import Sampler
 
@@ -48,7 +51,9 @@ class Engine:
     prefix        "hash" (a chain of block hashes), "radix" (a tree of tokens) or "none"
     token_budget  most tokens in a step; prompts are cut into chunks that fit
     preemption    what becomes of a sequence that must give up its blocks: "recompute", or "swap" to `swap_blocks`
-                  blocks of CPU memory
+                  blocks of CPU memory, or of the store
+    store         keeps full blocks, so that prefixes outlive the pools, and with files this process. Only the same
+                  weights, dtype and layout find them again; for that all weights are hashed once
 
     Raises ValueError for sizes that cannot work.
     """
@@ -65,24 +70,31 @@ class Engine:
         max_running: int = 64,
         preemption: Literal["recompute", "swap"] = "recompute",
         swap_blocks: int = 0,
+        store: TieredStore | None = None,
         clock: Callable[[], float] = time.perf_counter,
     ):
         if num_blocks < 1:
             raise ValueError(f"an engine needs at least one block, got {num_blocks}")
         if prefix not in PREFIX_CACHES:
             raise ValueError(f"unknown prefix cache {prefix!r}: one of {', '.join(PREFIX_CACHES)}")
+        if store is not None and prefix != "hash":
+            raise ValueError(f"a store finds blocks by a chain of hashes: it needs prefix='hash', got {prefix!r}")
         self.model, self.block_size, self.clock = model, block_size, clock
         windows, group_of = layer_groups(model.config)
         pools = [BlockPool(num_blocks, block_size) for _ in windows]
+        layers: list[PagedCache] = paged_layers(model.config, num_blocks, block_size, kv_dtype)
+        self.cache = KVCache(layers)
+        layers_of = [[x for x, at in zip(layers, group_of, strict=True) if at == g] for g in range(len(windows))]
+        if store is None:
+            self.mover = BlockMover(layers_of, TieredStore())
+        else:
+            self._take_memory(len(windows))
+            self.mover = BlockMover(layers_of, store, fingerprint(model))
         self.scheduler = Scheduler(
             PREFIX_CACHES[prefix](pools, windows), token_budget=token_budget, max_running=max_running,
             max_length=model.config.max_position_embeddings, preemption=preemption, swap_blocks=swap_blocks,
-            clock=clock,
+            shelf=self.mover, clock=clock,
         )  # fmt: skip
-        layers: list[PagedCache] = paged_layers(model.config, num_blocks, block_size, kv_dtype)
-        self.cache = KVCache(layers)
-        self.layers_of = [[x for x, at in zip(layers, group_of, strict=True) if at == g] for g in range(len(windows))]
-        self._swapped: dict[tuple[int, int], list[list[Tensor]]] = {}  # (group, CPU block) -> its content, by layer
         self._streams: dict[tuple[str, int], torch.Generator] = {}  # (request, sequence) -> its random numbers
         self._closed = False
 
@@ -119,9 +131,10 @@ class Engine:
         self._forget_finished()
 
     def close(self) -> None:
-        """Cancel what is not finished and take no more requests; the blocks are free again."""
+        """Cancel what is not finished and take no more requests; the blocks are free again, and prefixes in files."""
         for request_id in list(self.scheduler.requests):
             self.cancel(request_id)
+        self.mover.store.flush()
         self._closed = True
 
     def run(self) -> Iterator[Output]:
@@ -145,47 +158,44 @@ class Engine:
             self.scheduler.complete(plan, [])
             return []
         try:
-            self._move_blocks(plan)
+            self.mover.move(plan)
             drawn = self._draw(plan, self._logits(plan))
         except BaseException:
-            self._clear(plan)
+            self.mover.clear(plan, self.block_size)
             self.scheduler.abandon(plan)
             self._forget_finished()
             raise
         drew = self.clock()
         continued = self.scheduler.complete(plan, drawn)
+        scheduling = planned - began + self.clock() - drew
+        self.mover.keep(self.scheduler.tables.take_filled())
         self._forget_finished()
-        done = self.clock()
-        self.stats.count_step(scheduling=planned - began + done - drew, whole=done - began)
+        self.stats.count_step(scheduling, whole=self.clock() - began)
         return [Output(s.request.id, s.index, s.tokens[-1], s.finish_reason) for s in continued]
 
-    def _move_blocks(self, plan: Plan) -> None:
-        """Do what a plan asks for before its rows run: out to CPU memory, back from it, and copies before writes."""
-        for group, layers in enumerate(self.layers_of):
-            for block, place in plan.swap_out[group]:
-                self._swapped[group, place] = [layer.read_blocks([block]) for layer in layers]
-            for place, block in plan.swap_in[group]:
-                for layer, content in zip(layers, self._swapped.pop((group, place)), strict=True):
-                    layer.write_blocks([block], content)
-            for layer in layers:
-                layer.copy_blocks(plan.copies[group])
+    @torch.no_grad()
+    def _take_memory(self, groups: int) -> None:
+        """Make the layers allocate their pools, by a token that is forgotten at once: a restart reads blocks first."""
+        self._hidden([0], Rows.plan([0], [1], [[(0,)]] * groups, self.block_size, device=self._device))
+        for layer in self.cache.layers:
+            layer.zero_blocks([0])
 
-    def _clear(self, plan: Plan) -> None:
-        """Zero what a failed step may have written: what is not a number would outlive it in masked slots."""
-        for group, layers in enumerate(self.layers_of):
-            written = {block for row in plan.rows for block in row.tables[group][row.start // self.block_size :]}
-            for layer in layers:
-                layer.zero_blocks(sorted(written - {GONE}))
+    @property
+    def _device(self) -> torch.device:
+        return self.model.model.embed_tokens.weight.device
+
+    def _hidden(self, token_ids: list[int], rows: Rows) -> Tensor:
+        """The hidden states (N, hidden) of N tokens."""
+        return self.model.hidden_states(torch.tensor([token_ids], device=self._device), rows.step(), self.cache)[0]
 
     def _logits(self, plan: Plan) -> Tensor:
         """Run the step's tokens; the logits of those that tokens are drawn from (samples, vocabulary)."""
-        device = self.model.model.embed_tokens.weight.device
         tables = [[row.tables[group] for row in plan.rows] for group in range(len(self.scheduler.cache.pools))]
         rows = Rows.plan(
-            [row.start for row in plan.rows], [row.count for row in plan.rows], tables, self.block_size, device=device
-        )
-        ids = torch.tensor([[token for row in plan.rows for token in row.token_ids]], device=device)  # (1, N)
-        hidden = self.model.hidden_states(ids, rows.step(), self.cache)[0]  # (N, hidden)
+            [row.start for row in plan.rows], [row.count for row in plan.rows], tables, self.block_size,
+            device=self._device,
+        )  # fmt: skip
+        hidden = self._hidden([token for row in plan.rows for token in row.token_ids], rows)
         last = [end - 1 for end, row in zip(rows.starts[1:], plan.rows, strict=True) if row.draws]
         return self.model.unembed(hidden[last])
 
@@ -219,6 +229,7 @@ class Engine:
     def _forget_finished(self) -> None:
         alive = self.scheduler.requests
         self._streams = {key: stream for key, stream in self._streams.items() if key[0] in alive}
+        self.mover.forget(self.scheduler.tables.swap_pools)
 
 
 def _sampler(request: Request) -> Sampler:

@@ -13,8 +13,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvlab.cache.block_files import BLOCK, PARTIAL, BlockFiles, StoreWarning, sealed
+from kvlab.cache.block_files import BLOCK, PARTIAL, BlockFiles, sealed
 from kvlab.cache.paged import PagedCache
+from kvlab.cache.tiers import StoreWarning
 
 ROOT = Path(__file__).resolve().parents[2]
 ABOUT = {"identity": "a model, bf16", "tokens": "[1, 2, 3]"}

@@ -11,8 +11,8 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from kvlab.cache.block_files import BLOCK, BlockFiles, StoreWarning, sealed
-from kvlab.cache.tiers import TieredStore
+from kvlab.cache.block_files import BLOCK, BlockFiles, sealed
+from kvlab.cache.tiers import StoreWarning, TieredStore
 from tests.cache.test_block_files import ABOUT, block, key, same
 
 SIZES = (4, 40, 130)  # one is larger than the memory, and fits on the disk
