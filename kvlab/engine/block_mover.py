@@ -41,10 +41,12 @@ class BlockMover(Shelf):
         return self.keeps_prefixes and self.store.has(self._key(group, key))
 
     def load(self, group, name):
-        found = self.store.get(self._key(group, name), self._about(group, name))
-        if found is not None:
+        if (group, name) not in self._loaded:
+            found = self.store.get(self._key(group, name), self._about(group, name))
+            if found is None:
+                return False
             self._loaded[group, name] = found
-        return found is not None
+        return True
 
     def move(self, plan: Plan) -> None:
         """Do what a plan asks for before its rows run."""
