@@ -169,7 +169,7 @@ MUTATIONS = [
         "new = max(0, tokens - sequence.peak)", "new = tokens",
     ),
     Mutation(
-        "a shared block is not copied before it is written", "memory.py",
+        "a shared block is not copied before it is written", "block_mover.py",
         "                layer.copy_blocks(plan.copies[group])\n", "                pass\n", FORKS,
     ),
     Mutation(
@@ -178,12 +178,12 @@ MUTATIONS = [
         "for x in (x for x in self.tensors if x.shape[-1] > 1):\n                x[targets]", FORKS,
     ),
     Mutation(
-        "a request's answers share their random numbers", "engine.py",
+        "a request's answers share their random numbers", "draws.py",
         "key = (request.id, index)", "key = (request.id, 0)", FORKS,
     ),
     Mutation(
-        "swapped blocks come back in another's place", "memory.py",
-        "layer.write_blocks([block], content)", "layer.write_blocks([place], content)", SWAPS,
+        "swapped blocks come back in another's place", "block_mover.py",
+        "layer.write_blocks(blocks,", "layer.write_blocks(blocks[::-1],", SWAPS,
     ),
     Mutation(
         "tokens are stored beside their slots", "kvlab/rows.py",
@@ -204,7 +204,7 @@ MUTATIONS = [
     ),
     Mutation(
         "what is no number stays in its blocks", "engine.py",
-        "        self._memory.clear(failed)\n", "", FAILURES,
+        "        self.mover.clear(failed)\n", "", FAILURES,
     ),
     Mutation(
         "only what tokens are drawn from is looked at", "engine.py",

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache as memoize
 from functools import partial
 
@@ -17,6 +17,7 @@ from kvlab.cache.contiguous import ContiguousCache
 from kvlab.cache.dense import DenseCache
 from kvlab.cache.evicting import EvictingCache
 from kvlab.cache.formats import CodedRows
+from kvlab.cache.offloaded import OffloadedCache, OffloadedKVCache
 from kvlab.cache.paged import PagedCache
 from kvlab.cache.paged_rows import PagedKVCache
 from kvlab.cache.quantized import QuantizedCache
@@ -130,6 +131,16 @@ def evicting(method: str, codec: Codec | None = None, window: int | None = None)
     return Kind(lambda: EvictingCache(method, BUDGET, STRIDE, form=form), window, oracle)
 
 
+def offloaded(kind: Kind) -> Kind:
+    """The same layers, kept elsewhere."""
+    return replace(kind, whole=lambda layers: OffloadedKVCache(KVCache(layers)), scheme=None)
+
+
+def bare(layer: LayerCache) -> LayerCache:
+    """What a layer is once nothing is wrapped around it."""
+    return layer.inner if isinstance(layer, OffloadedCache) else layer
+
+
 INT8 = Codec("affine", 8, 8)
 CACHES = {
     "contiguous": Kind(ContiguousCache),
@@ -160,6 +171,10 @@ CACHES = {
     **{method: evicting(method) for method in METHODS},
     "snapkv, model with a window": evicting("snapkv", window=15),
     "random, int8": evicting("random", INT8),
+}
+CACHES |= {
+    f"offloaded {name}": offloaded(CACHES[name])
+    for name in ("contiguous", "contiguous, model with a window", "sliding", "int4", "fp8", "kivi4")
 }
 EXACT = {name: kind for name, kind in CACHES.items() if kind.oracle is None}
 LOSSY = {name: kind for name, kind in CACHES.items() if kind.oracle is not None}
@@ -243,14 +258,14 @@ def held(cache: KVCache) -> list[torch.Tensor]:
     """For each layer the positions that it holds, EMPTY among them; where the cache needs none, of row behind row."""
     if isinstance(cache, PagedKVCache):
         return [torch.cat([torch.arange(length) for length in cache.lengths])] * len(cache.layers)
-    return [layer.positions.clone() for layer in cache.layers]
+    return [bare(layer).positions.clone() for layer in cache.layers]
 
 
 def bookkeeping(cache: KVCache) -> int:
     """Bytes of what a cache stores beside keys and values: positions or tables, accumulated scores, queries."""
     if isinstance(cache, PagedKVCache):
         return sum(4 * len(group.tables) * max(map(len, group.tables)) for group in cache.groups)
-    return sum(x.nbytes for layer in cache.layers for x in _other_tensors(layer))
+    return sum(x.nbytes for layer in cache.layers for x in _other_tensors(bare(layer)))
 
 
 def _other_tensors(layer: LayerCache) -> list[torch.Tensor]:
@@ -264,6 +279,7 @@ def _other_tensors(layer: LayerCache) -> list[torch.Tensor]:
 
 def unused_slots(cache: KVCache, layer: LayerCache) -> list[tuple[torch.Tensor, torch.Tensor]]:
     """Each stored tensor (B, H_kv, C, D) of a layer with its unused slots (B, 1 | H_kv, C, 1)."""
+    layer = bare(layer)
     if isinstance(layer, PagedCache):
         used, group = torch.zeros(layer.num_blocks, 1, layer.block_size, 1, dtype=torch.bool), cache.groups[layer.group]
         for table, length in zip(group.tables, cache.lengths, strict=True):

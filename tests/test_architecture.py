@@ -29,7 +29,7 @@ WITHOUT_TORCH = [
     "roofline", "planning", "cli", "terminal", "commands.models", "commands.size", "commands.plan",
     "commands.roofline",
     "engine.request", "engine.block_pool", "engine.radix_tree", "engine.prefix_cache", "engine.radix_cache",
-    "engine.block_tables", "engine.plan", "engine.scheduler", "engine.stats",
+    "engine.block_tables", "engine.plan", "engine.shelf", "engine.scheduler", "engine.stats",
 ]  # fmt: skip
 LONGEST_FILE, LONGEST_FUNCTION = 250, 40
 

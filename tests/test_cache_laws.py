@@ -38,7 +38,8 @@ from tests.harness import (
 DTYPES = {"fp64": torch.float64, "fp32": torch.float32, "bf16": torch.bfloat16}
 every_cache = pytest.mark.parametrize("kind", CACHES.values(), ids=CACHES)
 lossy_caches = pytest.mark.parametrize("kind", LOSSY.values(), ids=LOSSY)
-dense_caches = pytest.mark.parametrize("name", [name for name in EXACT if not name.startswith(("quantized", "paged"))])
+OTHER = ("quantized", "paged", "offloaded")
+dense_caches = pytest.mark.parametrize("name", [name for name in EXACT if not name.startswith(OTHER)])
 every_attention = pytest.mark.parametrize("attention", KV_HEADS)
 every_dtype = pytest.mark.parametrize("dtype", DTYPES.values(), ids=DTYPES)
 # Lossy caches run in float64 only: where a number falls between two levels, rounding elsewhere decides, and one level

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
@@ -51,6 +51,7 @@ class LayerCache(ABC):
     compilable: bool = False
     chunk_invariant: bool = True  # whether outputs are the same however the tokens are cut into steps
     stride: int | None = None  # the layer decides what to keep at multiples of it, which no step may cross
+    appends: bool = False  # whether an update writes no slot that was in use, and moves none
 
     @abstractmethod
     def update(self, keys: Tensor, values: Tensor | None, step: Step) -> View:
@@ -71,6 +72,13 @@ class LayerCache(ABC):
     @abstractmethod
     def bytes(self) -> Bytes:
         """Count every stored byte."""
+
+    def exchange(self, move: Callable[[Tensor, int], Tensor]) -> None:
+        """Replace every stored tensor (B, *, slots, *) by move(tensor, slots in use): equal numbers, elsewhere.
+
+        Raises ValueError, at the first call, for a cache whose tensors must stay where they are.
+        """
+        raise ValueError(f"a {type(self).__name__} cannot be offloaded: its tensors must stay where they are")
 
     def observe(self, queries: Tensor, view: View, step: Step, *, scale: float, window: int | None) -> None:
         """Called after attention with what was asked; only caches that score tokens care."""

@@ -7,6 +7,7 @@ import math
 from kvlab.cache.base import KVCache, LayerCache, NoCache
 from kvlab.cache.block_store import pool_format
 from kvlab.cache.contiguous import ContiguousCache
+from kvlab.cache.offloaded import OffloadedKVCache
 from kvlab.cache.paged import layer_groups, paged_layers
 from kvlab.cache.paged_rows import PagedKVCache
 from kvlab.cache.plans import FAMILIES, parse
@@ -24,6 +25,7 @@ CACHES = {
     "static": "one buffer of fixed capacity for each layer",
     "sliding": "rings for the layers with a window, growing buffers for the others",
     "paged": f"blocks of {BLOCK_SIZE} tokens from a pool of fixed capacity; paged-fp8, paged-int8: as 8-bit codes",
+    "offloaded": "layers kept in CPU memory, fetched one ahead; offloaded-int4, ...: other caches in this way",
     **RECIPES,
 }
 
@@ -36,6 +38,9 @@ def build_cache(config: ModelConfig, name: str = "contiguous", capacity: int | N
     (paged-fp8). A paged cache's capacity is that of all rows together, in whole blocks.
     Raises ValueError for an unknown name, a missing capacity, or groups that do not fit a row.
     """
+    if name.split("-")[0] == "offloaded":
+        check_name(name)
+        return OffloadedKVCache(build_cache(config, _inner(name), capacity))
     if name.split("-")[0] == "paged":
         return paged_cache(config, capacity, kv_dtype=name.partition("-")[2] or None)
     plan = parse(name)
@@ -87,6 +92,8 @@ def _quantized_cache(config: ModelConfig, name: str) -> QuantizedCache:
 
 def check_name(name: str) -> None:
     """Raise ValueError for a cache that does not exist."""
+    if name.startswith("offloaded-"):
+        return check_name(_inner(name))
     if name.startswith("paged-"):
         pool_format(name.removeprefix("paged-"))
         return
@@ -95,3 +102,7 @@ def check_name(name: str) -> None:
             f"unknown cache {name!r}; kvlab has {', '.join(CACHES)}, int4-g64, kivi2-g32-r128, ..., "
             f"{', '.join(FAMILIES)}"
         )
+
+
+def _inner(name: str) -> str:
+    return name.partition("-")[2] or "contiguous"

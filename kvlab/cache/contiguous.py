@@ -15,6 +15,8 @@ class ContiguousCache(DenseCache):
     where concatenating would copy all of them at every step. The price is up to half the buffer as slack.
     """
 
+    appends = True
+
     def __init__(self):
         super().__init__()
         self.length = 0  # slots in use, the same in every row
@@ -57,6 +59,9 @@ class ContiguousCache(DenseCache):
             self.length = int(in_use[-1]) + 1 if len(in_use) else 0
             if len(set(lengths)) > 1:
                 self.start = None
+
+    def exchange(self, move):
+        self._exchange(move, self.length)
 
     def reset(self):
         super().reset()

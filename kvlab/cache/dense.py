@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
@@ -94,6 +94,12 @@ class DenseCache(LayerCache):
 
     def reset(self):
         self.keys = self.values = self.positions = None
+
+    def _exchange(self, move: Callable[[Tensor, int], Tensor], used: int) -> None:
+        if self.keys is None:
+            return
+        self.keys, self.positions = move(self.keys, used), move(self.positions[..., None], used)[..., 0]
+        self.values = None if self.values is None else move(self.values, used)
 
     def _live(self) -> Tensor:
         return self.positions >= 0  # (B, 1, C)

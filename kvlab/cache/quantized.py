@@ -67,6 +67,11 @@ class QuantizedCache(LayerCache):
         return cls(keys, Codec("affine", bits, value_group_size or group_size), residual)
 
     @property
+    def appends(self) -> bool:
+        """What leaves a residual moves."""
+        return not self.residual
+
+    @property
     def quantized(self) -> tuple[int, int]:
         """Tokens whose keys, and whose values, are codes now; `settle` brings KIVI's to quantization.kivi_split."""
         return self.key_stores[0].quantized if self.length else 0, self.value_stores[0].quantized if self.length else 0
@@ -215,6 +220,11 @@ class QuantizedCache(LayerCache):
         for store in self._stores():
             store.reorder(rows)
         self._positions.reorder(rows)
+
+    def exchange(self, move):
+        for store in self._stores():
+            store.exchange(move)
+        self._positions.exchange(move)
 
     def reset(self):
         self.key_stores: list[TensorStore] = []

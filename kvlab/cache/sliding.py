@@ -119,6 +119,9 @@ class SlidingCache(DenseCache):
             self.uniform = self.uniform and len(set(lengths)) == 1
             self.length = int(self._row_lengths().max())
 
+    def exchange(self, move):
+        self._exchange(move, self.capacity)
+
     def reset(self):
         super().reset()
         self.length, self.uniform = 0, True

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor
 
@@ -55,6 +57,10 @@ class Buffer:
     def reorder(self, rows: Tensor) -> None:
         if self.data is not None:
             self.data = self.data.index_select(0, rows)
+
+    def exchange(self, move: Callable[[Tensor, int], Tensor]) -> None:
+        if self.data is not None:
+            self.data = move(self.data, self.used)
 
     @property
     def nbytes(self) -> int:
@@ -201,6 +207,11 @@ class TensorStore:
     def reorder(self, rows: Tensor) -> None:
         for buffer in self._buffers():
             buffer.reorder(rows)
+
+    def exchange(self, move: Callable[[Tensor, int], Tensor]) -> None:
+        """Replace every buffer's tensor by move(tensor, slots in use); static scales stay."""
+        for buffer in self._buffers():
+            buffer.exchange(move)
 
     def bytes(self, live: Tensor) -> Bytes:
         """(B, 1, S) bool, the slots that hold tokens. Payload: codes and residual; metadata: scales and minima."""

@@ -5,9 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from kvlab.engine.block_pool import GONE, BlockPool, blocks_for, first_needed
-from kvlab.engine.plan import Pairs
+from kvlab.engine.plan import Pairs, Restores
 from kvlab.engine.prefix_cache import PrefixCache
 from kvlab.engine.request import Sequence
+from kvlab.engine.shelf import CpuBlocks, Shelf, loaded_prefix
 
 
 class BlockTables:
@@ -15,12 +16,14 @@ class BlockTables:
 
     `swap_blocks` is the size of the CPU pool of each layer group, in blocks. `longest_step` is the most tokens that
     one step can store of a sequence: a layer with a window then needs the window's blocks and the step's.
+    `shelf` knows what became of blocks outside the pools; one that keeps prefixes needs a HashChain.
     """
 
-    def __init__(self, cache: PrefixCache, longest_step: int, swap_blocks: int = 0):
+    def __init__(self, cache: PrefixCache, longest_step: int, swap_blocks: int = 0, shelf: Shelf | None = None):
         self.cache, self.pools, self.windows, self.block_size = cache, cache.pools, cache.windows, cache.block_size
         self.swap_pools = [BlockPool(swap_blocks, self.block_size) for _ in self.pools]
-        self.longest_step = longest_step
+        self.longest_step, self.shelf = longest_step, shelf or CpuBlocks()
+        self._filled: Restores = [[] for _ in self.pools]
 
     def most_blocks(self, tokens: int) -> list[int]:
         """Per layer group, the most blocks that a sequence holds at once until `tokens` tokens are stored."""
@@ -34,6 +37,26 @@ class BlockTables:
             pool.share(held(table))
         self._start(sequence, hit.tables, hit.path, hit.num_blocks)
         sequence.stored = hit.num_blocks * self.block_size
+
+    def restore_prefix(self, sequence: Sequence) -> Restores:
+        """Lengthen a prefix by what the shelf has. Returns the blocks to read before the step.
+
+        They become findable once the step is done, as if it had computed them.
+        """
+        moves: Restores = [[] for _ in self.pools]
+        have = sequence.stored // self.block_size
+        count, keys = loaded_prefix(self.cache, self.shelf, sequence)
+        if count == have:
+            return moves
+        for group, first in enumerate(self.cache.first_needed(count)):
+            table = sequence.tables[group]
+            self.pools[group].free(held(table[:first]))
+            table[:first] = [GONE] * first
+            fresh = self.cache.allocate(group, count - len(table))
+            moves[group] = list(zip(keys[len(table) - have : count - have], fresh, strict=True))
+            table += fresh
+        sequence.stored = count * self.block_size
+        return moves
 
     def fits_whole(self, sequence: Sequence) -> bool:
         """Whether all known tokens of a sequence could be stored, after those that are."""
@@ -81,7 +104,22 @@ class BlockTables:
         if full > sequence.registered:
             tokens = sequence.tokens[: full * self.block_size]
             sequence.path = self.cache.insert(sequence.path, tokens, sequence.registered, sequence.tables)
+            if self.shelf.keeps_prefixes:
+                self._note_filled(sequence, full)
             sequence.registered = full
+
+    def _note_filled(self, sequence: Sequence, full: int) -> None:
+        key = sequence.path
+        for block in range(full - 1, sequence.registered - 1, -1):
+            for filled, table in zip(self._filled, sequence.tables, strict=True):
+                if table[block] != GONE:
+                    filled.append((key, table[block]))
+            key = key.parent
+
+    def take_filled(self) -> Restores:
+        """What was registered since the last call. Nothing is written to these blocks before the next plan."""
+        filled, self._filled = self._filled, [[] for _ in self.pools]
+        return filled
 
     def fork(self, parent: Sequence, child: Sequence) -> None:
         """Give a child all blocks of its parent to read."""
@@ -137,6 +175,12 @@ class BlockTables:
         self._start(sequence, tables, path, registered=0)
         sequence.swapped = []
         return pairs
+
+    def can_swap_in(self, sequence: Sequence) -> bool:
+        """Whether all CPU blocks of a sequence are still what they were."""
+        return all(
+            self.shelf.load(group, place) for group, table in enumerate(sequence.swapped) for place in held(table)
+        )
 
     def swapped_in(self, pairs: Pairs) -> None:
         """Free CPU blocks whose content was copied back."""

@@ -17,16 +17,18 @@ from torch import Tensor
 from kvlab.attention_paged import Rows
 from kvlab.cache.base import KVCache
 from kvlab.cache.paged import PagedCache, layer_groups, paged_layers
+from kvlab.cache.tiers import TieredStore
+from kvlab.engine.block_mover import BlockMover
 from kvlab.engine.block_pool import BlockPool
-from kvlab.engine.memory import Memory
+from kvlab.engine.draws import Draws, sampler_of
 from kvlab.engine.plan import Plan, Row
 from kvlab.engine.prefix_cache import HashChain, NoPrefixCache
 from kvlab.engine.radix_cache import RadixCache
 from kvlab.engine.request import Output, Request
 from kvlab.engine.scheduler import Scheduler
 from kvlab.engine.stats import Stats, Usage
+from kvlab.model.fingerprint import fingerprint
 from kvlab.model.transformer import Transformer
-from kvlab.sampling import Sampler
 
 PREFIX_CACHES = {"hash": HashChain, "radix": RadixCache, "none": NoPrefixCache}
 
@@ -39,7 +41,9 @@ class Engine:
     prefix        "hash" (a chain of block hashes), "radix" (a tree of tokens) or "none"
     token_budget  most tokens in a step; prompts are cut into chunks that fit
     preemption    what becomes of a sequence that must give up its blocks: "recompute", or "swap" to `swap_blocks`
-                  blocks of CPU memory
+                  blocks of CPU memory, or of the store
+    store         keeps full blocks, so that prefixes outlive the pools, and with files this process. Only the same
+                  weights, dtype and layout find them again; for that all weights are hashed once
 
     Raises ValueError for sizes that cannot work.
     """
@@ -56,6 +60,7 @@ class Engine:
         max_running: int = 64,
         preemption: Literal["recompute", "swap"] = "recompute",
         swap_blocks: int = 0,
+        store: TieredStore | None = None,
         clock: Callable[[], float] = time.perf_counter,
     ):
         if num_blocks < 1:
@@ -64,18 +69,25 @@ class Engine:
             raise ValueError(f"unknown prefix cache {prefix!r}: one of {', '.join(PREFIX_CACHES)}")
         if preemption == "swap" and swap_blocks < 1:
             raise ValueError(f"preemption by swapping needs CPU memory: swap_blocks must be >= 1, got {swap_blocks}")
+        if store is not None and prefix != "hash":
+            raise ValueError(f"a store finds blocks by a chain of hashes: it needs prefix='hash', got {prefix!r}")
         self.model, self.block_size, self.clock = model, block_size, clock
-        windows, _ = layer_groups(model.config)
+        windows, group_of = layer_groups(model.config)
         pools = [BlockPool(num_blocks, block_size) for _ in windows]
+        layers: list[PagedCache] = paged_layers(model.config, num_blocks, block_size, kv_dtype)
+        self.cache = KVCache(layers)
+        layers_of = [[x for x, at in zip(layers, group_of, strict=True) if at == g] for g in range(len(windows))]
+        if store is None:
+            self.mover = BlockMover(layers_of, TieredStore())
+        else:
+            self._take_memory(len(windows))
+            self.mover = BlockMover(layers_of, store, fingerprint(model))
         self.scheduler = Scheduler(
             PREFIX_CACHES[prefix](pools, windows), token_budget=token_budget, max_running=max_running,
             max_length=model.config.max_position_embeddings, preemption=preemption, swap_blocks=swap_blocks,
-            clock=clock,
+            shelf=self.mover, clock=clock,
         )  # fmt: skip
-        layers: list[PagedCache] = paged_layers(model.config, num_blocks, block_size, kv_dtype)
-        self.cache = KVCache(layers)
-        self._memory = Memory(layers, len(windows))
-        self._streams: dict[tuple[str, int], torch.Generator] = {}  # (request, sequence) -> its random numbers
+        self._draws = Draws()
         self._closed = False
 
     @property
@@ -101,7 +113,7 @@ class Engine:
         if self._closed:
             raise ValueError(f"request {request.id}: the engine is closed; make a new one")
         request.check_vocabulary(self.model.config.vocab_size)
-        _sampler(request)  # raises for top_k and top_p that cannot be
+        sampler_of(request)  # raises for top_k and top_p that cannot be
         self.scheduler.submit(request)
         return request
 
@@ -109,12 +121,12 @@ class Engine:
         """End a request at once. Raises ValueError if it is not there."""
         self.scheduler.cancel(request_id)
         self._forget_finished()
-        self._memory.forget(self.scheduler.tables.swap_pools)
 
     def close(self) -> None:
-        """Cancel what is not finished and take no more requests; the blocks are free again."""
+        """Cancel what is not finished and take no more requests; the blocks are free again, and prefixes in files."""
         for request_id in list(self.scheduler.requests):
             self.cancel(request_id)
+        self.mover.store.flush()
         self._closed = True
 
     def run(self) -> Iterator[Output]:
@@ -159,33 +171,47 @@ class Engine:
             self.scheduler.complete(plan, [])
             return []
         try:
-            self._memory.move(plan)
+            self.mover.move(plan)
             drawn = self._draw(plan, self._logits(plan))
         except BaseException as error:
-            self._memory.clear(plan.rows)
+            self.mover.clear(plan.rows, plan.restore)
             self.scheduler.abandon(plan, f"the step failed: {error}")
             self._forget_finished()
-            self._memory.forget(self.scheduler.tables.swap_pools)
             raise
         drew = self.clock()
         continued = self.scheduler.complete(plan, drawn)
+        scheduling = planned - began + self.clock() - drew
+        self.mover.keep(self.scheduler.tables.take_filled())
         self._forget_finished()
-        done = self.clock()
-        self.stats.count_step(scheduling=planned - began + done - drew, whole=done - began)
+        self.stats.count_step(scheduling, whole=self.clock() - began)
         failed = [row.sequence for row in plan.rows if row.sequence.error]
         return [Output(s.request.id, s.index, s.tokens[-1], s.finish_reason) for s in continued] + [
             Output(s.request.id, s.index, None, s.finish_reason) for s in failed
         ]
 
+    @torch.no_grad()
+    def _take_memory(self, groups: int) -> None:
+        """Make the layers allocate their pools, by a token that is forgotten at once: a restart reads blocks first."""
+        self._hidden([0], Rows.plan([0], [1], [[(0,)]] * groups, self.block_size, device=self._device))
+        for layer in self.cache.layers:
+            layer.zero_blocks([0])
+
+    @property
+    def _device(self) -> torch.device:
+        return self.model.model.embed_tokens.weight.device
+
+    def _hidden(self, token_ids: list[int], rows: Rows) -> Tensor:
+        """The hidden states (N, hidden) of N tokens."""
+        return self.model.hidden_states(torch.tensor([token_ids], device=self._device), rows.step(), self.cache)[0]
+
     def _logits(self, plan: Plan) -> Tensor:
         """Run the step's tokens; the logits of those that tokens are drawn from (samples, vocabulary)."""
-        device = self.model.model.embed_tokens.weight.device
         tables = [[row.tables[group] for row in plan.rows] for group in range(len(self.scheduler.cache.pools))]
         rows = Rows.plan(
-            [row.start for row in plan.rows], [row.count for row in plan.rows], tables, self.block_size, device=device
-        )
-        ids = torch.tensor([[token for row in plan.rows for token in row.token_ids]], device=device)  # (1, N)
-        hidden = self.model.hidden_states(ids, rows.step(), self.cache)[0]  # (N, hidden)
+            [row.start for row in plan.rows], [row.count for row in plan.rows], tables, self.block_size,
+            device=self._device,
+        )  # fmt: skip
+        hidden = self._hidden([token for row in plan.rows for token in row.token_ids], rows)
         ends = list(zip(plan.rows, rows.starts[1:], strict=True))
         chunks = [(row, end - 1) for row, end in ends if not row.draws]
         if chunks:
@@ -197,7 +223,7 @@ class Engine:
         """Draw for each sample as many tokens as its sequence wants, each from its own stream of random numbers."""
         self._end_failed(plan.samples, logits)
         best = logits.max(-1).indices.tolist()  # on a CPU four times faster than argmax in bf16, and the first as well
-        return [self._draw_row(row, logits[i : i + 1], best[i]) for i, row in enumerate(plan.samples)]
+        return [self._draws.pick(row, logits[i : i + 1], best[i]) for i, row in enumerate(plan.samples)]
 
     def _end_failed(self, rows: list[Row], last: Tensor) -> None:
         """End sequences whose last token's numbers (rows, any) are not finite, before their blocks can be found.
@@ -206,33 +232,10 @@ class Engine:
         """
         finite = last.amax(-1).isfinite() & last.amin(-1).isfinite()  # (rows,)
         failed = [row for row, good in zip(rows, finite.tolist(), strict=True) if not good]
-        self._memory.clear(failed)
+        self.mover.clear(failed)
         for row in failed:
             self.scheduler.fail(row.sequence, "logits are not finite: use a wider dtype, or check the weights")
 
-    def _draw_row(self, row: Row, logits: Tensor, best: int) -> list[int]:
-        request, first = row.sequence.request, row.sequence.index
-        if row.sequence.error:
-            return []
-        if request.temperature == 0:
-            return [best]
-        streams = [self._stream(request, index) for index in range(first, first + row.draws)]
-        return [int(_sampler(request).pick(logits, stream)) for stream in streams]
-
-    def _stream(self, request: Request, index: int) -> torch.Generator:
-        """A sequence's own random numbers: who shares its steps changes nothing, and preemption neither."""
-        key = (request.id, index)
-        if key not in self._streams:
-            self._streams[key] = _sampler(request).generator(index)
-        return self._streams[key]
-
     def _forget_finished(self) -> None:
-        alive = self.scheduler.requests
-        self._streams = {key: stream for key, stream in self._streams.items() if key[0] in alive}
-
-
-def _sampler(request: Request) -> Sampler:
-    try:
-        return Sampler(request.temperature, request.top_k, request.top_p, request.seed)
-    except ValueError as error:
-        raise ValueError(f"request {request.id}: {error}") from None
+        self._draws.keep(self.scheduler.requests)
+        self.mover.forget(self.scheduler.tables.swap_pools)

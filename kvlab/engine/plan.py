@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from kvlab.engine.prefix_cache import Key
 from kvlab.engine.request import Sequence
 
+Restores = list[list[tuple[Key, int]]]  # per layer group: (key of a block in the store, block id)
 Pairs = list[list[tuple[int, int]]]  # per layer group: (from, to) block ids
 
 
@@ -30,10 +32,11 @@ class Row:
 
 @dataclass(frozen=True, eq=False)
 class Plan:
-    """One step, to be done in this order: swap_out, swap_in, copies, then the rows.
+    """One step, to be done in this order: swap_out, swap_in, restore, copies, then the rows.
 
     swap_out   (block, CPU block) pairs per layer group
     swap_in    (CPU block, block) pairs per layer group
+    restore    (key, block) pairs per layer group: blocks of a prefix to read from the store
     copies     (shared block, own block) pairs per layer group: copy-on-write
     rows       what runs, oldest first
     preempted  what gave up its blocks for it
@@ -41,13 +44,14 @@ class Plan:
 
     swap_out: Pairs
     swap_in: Pairs
+    restore: Restores
     copies: Pairs
     rows: list[Row]
     preempted: list[Sequence]
 
     @classmethod
     def empty(cls, groups: int) -> Plan:
-        return cls(*([[] for _ in range(groups)] for _ in range(3)), rows=[], preempted=[])
+        return cls(*([[] for _ in range(groups)] for _ in range(4)), rows=[], preempted=[])
 
     @property
     def samples(self) -> list[Row]:
@@ -59,7 +63,7 @@ class Plan:
         return sum(row.count for row in self.rows)
 
 
-def add_pairs(pairs: Pairs, more: Pairs) -> None:
+def add_pairs(pairs: Pairs | Restores, more: Pairs | Restores) -> None:
     """Append, layer group by layer group."""
     for ours, theirs in zip(pairs, more, strict=True):
         ours += theirs

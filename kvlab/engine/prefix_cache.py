@@ -76,17 +76,18 @@ class PrefixCache(ABC):
         longest, runs = 0, [0] * len(found)  # runs: how many blocks in a row are there, up to this one
         for count, blocks in enumerate(zip(*found, strict=True), start=1):
             runs = [0 if block == GONE else run + 1 for run, block in zip(runs, blocks, strict=True)]
-            if all(run >= count - first for run, first in zip(runs, self._first_needed(count), strict=True)):
+            if all(run >= count - first for run, first in zip(runs, self.first_needed(count), strict=True)):
                 longest = count
         return longest
 
     def _hit(self, count: int, found: Sequence[Sequence[int]], path: object) -> Hit:
         """Return a hit of `count` blocks: of each group those that are still to be read."""
-        firsts = self._first_needed(count)
+        firsts = self.first_needed(count)
         tables = [[GONE] * first + list(row[first:count]) for row, first in zip(found, firsts, strict=True)]
         return Hit(count, tables, path)
 
-    def _first_needed(self, count: int) -> list[int]:
+    def first_needed(self, count: int) -> list[int]:
+        """For each layer group the first of `count` blocks that the next token still sees."""
         return [first_needed(count * self.block_size, window, self.block_size) for window in self.windows]
 
 
@@ -122,6 +123,14 @@ class Key:
                 return False
             ours, theirs = ours.parent, theirs.parent
         return True
+
+    def spelt(self) -> tuple[Identity, list[int]]:
+        """Whose chain this is, and all its tokens."""
+        key, parts = self, []
+        while key.parent is not None:
+            parts.append(key.content)
+            key = key.parent
+        return key.content, [token for part in reversed(parts) for token in part]
 
 
 Digest = Callable[[bytes], bytes]
@@ -163,7 +172,7 @@ class HashChain(PrefixCache):
         path = [root_key(identity, self.digest)]
         found: list[list[int]] = [[] for _ in self.pools]
         for block in range((len(tokens) - 1) // self.block_size):
-            path.append(self._key_of(path[-1], tokens, block))
+            path.append(self.key_of(path[-1], tokens, block))
             for row, pool in zip(found, self.pools, strict=True):
                 row.append(pool.find(path[-1]))
             if any(row[-1] is None and window is None for row, window in zip(found, self.windows, strict=True)):
@@ -174,13 +183,13 @@ class HashChain(PrefixCache):
 
     def insert(self, path, tokens, start, tables):
         for block in range(start, len(tokens) // self.block_size):
-            path = self._key_of(path, tokens, block)
+            path = self.key_of(path, tokens, block)
             for pool, table in zip(self.pools, tables, strict=True):
                 if table[block] != GONE:
                     pool.register(table[block], path)
         return path
 
-    def _key_of(self, parent: Key, tokens: Sequence[int], block: int) -> Key:
+    def key_of(self, parent: Key, tokens: Sequence[int], block: int) -> Key:
         """Return the key of a block, the very object under which a pool knows it if one does."""
         key = next_key(parent, tokens[block * self.block_size : (block + 1) * self.block_size], self.digest)
         known = ((pool, pool.find(key)) for pool in self.pools)

@@ -15,6 +15,7 @@ from kvlab.engine.block_tables import BlockTables
 from kvlab.engine.plan import Plan, Row, add_pairs
 from kvlab.engine.prefix_cache import PrefixCache
 from kvlab.engine.request import Request, Sequence, State
+from kvlab.engine.shelf import Shelf
 from kvlab.engine.stats import Stats, Usage, usage
 
 
@@ -40,13 +41,14 @@ class Scheduler:
         max_length: int | None = None,
         preemption: Literal["recompute", "swap"] = "recompute",
         swap_blocks: int = 0,
+        shelf: Shelf | None = None,
         clock: Callable[[], float] = time.perf_counter,
     ):
         if token_budget < 1 or max_running < 1:
             raise ValueError(f"token_budget and max_running must be >= 1, got {token_budget} and {max_running}")
         if preemption not in ("recompute", "swap"):
             raise ValueError(f"preemption is 'recompute' or 'swap', got {preemption!r}")
-        self.cache, self.tables = cache, BlockTables(cache, token_budget, swap_blocks)
+        self.cache, self.tables = cache, BlockTables(cache, token_budget, swap_blocks, shelf)
         self.token_budget, self.max_running, self.max_length = token_budget, max_running, max_length
         self.preemption, self.clock = preemption, clock
         self.requests: dict[str, Request] = {}  # those that are not finished
@@ -178,16 +180,28 @@ class Scheduler:
         if sequence.state is State.SWAPPED:
             if not self.tables.fits_swapped(sequence):
                 return False
-            add_pairs(plan.swap_in, self.tables.swap_in(sequence))
-        else:
+            if self.tables.can_swap_in(sequence):
+                add_pairs(plan.swap_in, self.tables.swap_in(sequence))
+            else:  # what is gone is computed again
+                self.tables.release(sequence)
+                sequence.state = State.WAITING
+                self.stats.lost_swaps += 1
+        if sequence.state is State.WAITING:
             self.tables.attach_prefix(sequence)
             if not self.tables.fits_whole(sequence):
                 self.tables.release(sequence)
                 return False
+            if self.tables.shelf.keeps_prefixes:
+                self._restore(plan, sequence)
             self.stats.count_hit(sequence, sequence.stored)
         sequence.state = State.RUNNING
         self.running.append(self.waiting.popleft())
         return True
+
+    def _restore(self, plan: Plan, sequence: Sequence) -> None:
+        found, began = sequence.stored, self.clock()
+        add_pairs(plan.restore, self.tables.restore_prefix(sequence))
+        self.stats.count_restored(sequence.stored - found, self.clock() - began)
 
     def _preempt(self, plan: Plan, sequence: Sequence) -> None:
         if self.preemption == "swap" and self.tables.can_swap_out(sequence):

@@ -21,6 +21,10 @@ def _recent() -> deque[float]:
 class Stats:
     """Counters since the engine started; times in seconds, of the latest finished sequences.
 
+    restored_tokens  those of hit and recovered tokens whose blocks were read from a store; restoring_s is the time
+                     that this took, a part of scheduling_s
+    lost_swaps       swapped sequences whose blocks a store had lost: they were computed again
+
     `usage()` tells where the blocks of each layer group are now: used, free, cached, and the waste in used ones.
     Each token of a sequence is a hit or computed, once. What a preemption threw away and the cache still had is
     recovered, what it had not is recomputed: neither is a hit nor progress.
@@ -37,6 +41,9 @@ class Stats:
     recomputed_tokens: int = 0
     recompute_preemptions: int = 0
     swap_preemptions: int = 0
+    restored_tokens: int = 0
+    restoring_s: float = 0.0
+    lost_swaps: int = 0
     copied_blocks: int = 0  # written copies of shared blocks
     finished: dict[str, int] = field(default_factory=dict)  # sequences, by reason
     ttft_s: deque[float] = field(default_factory=_recent)
@@ -70,6 +77,11 @@ class Stats:
         self.hit_tokens += new
         self.recovered_tokens += tokens - new
         sequence.peak += new
+
+    def count_restored(self, tokens: int, seconds: float) -> None:
+        """Count a look into the store, and the tokens whose blocks it loaded."""
+        self.restored_tokens += tokens
+        self.restoring_s += seconds
 
     def count_computed(self, sequence: Continuation, start: int, count: int) -> None:
         """Count `count` tokens from position `start` on, computed in one step."""

@@ -89,4 +89,17 @@ def check_nothing_is_lost(engine: Engine) -> None:
         pool.check()
         assert usage.used == 0 and usage.free + usage.cached == pool.num_blocks
     assert all(pool.used_count == 0 for pool in engine.scheduler.tables.swap_pools)
-    assert not engine.busy and not engine._memory.swapped and not engine._streams
+    assert not engine.busy and not engine.mover._tickets and not engine.mover._loaded and not engine._draws.streams
+
+
+class Failing(torch.nn.Module):
+    """A layer that raises when it is told to, after the one before it has stored its keys and values."""
+
+    def __init__(self, layer):
+        super().__init__()
+        self.layer, self.armed = layer, False
+
+    def forward(self, *given):
+        if self.armed:
+            raise RuntimeError("the device is gone")
+        return self.layer(*given)

@@ -12,7 +12,7 @@ from kvlab.engine.engine import Engine
 from kvlab.engine.request import Output, Request
 from kvlab.engine.scheduler import RequestRefused
 from kvlab.model.transformer import Transformer
-from tests.engine.serving import alone, check_answers, check_nothing_is_lost, hybrid
+from tests.engine.serving import Failing, alone, check_answers, check_nothing_is_lost, hybrid
 from tests.harness import tiny_config, tiny_model
 
 BROKEN = 60  # a token whose embedding is no number while `broken`
@@ -99,19 +99,6 @@ def test_logits_that_are_not_finite_end_their_own_request(wrong, temperature, mo
 
 
 # steps that fail
-
-
-class Failing(torch.nn.Module):
-    """A layer that raises when it is told to, after the one before it has stored its keys and values."""
-
-    def __init__(self, layer):
-        super().__init__()
-        self.layer, self.armed = layer, False
-
-    def forward(self, *given):
-        if self.armed:
-            raise RuntimeError("the device is gone")
-        return self.layer(*given)
 
 
 def test_a_failed_step_ends_its_own_requests_and_leaves_no_trace():
@@ -284,9 +271,9 @@ def test_what_was_swapped_out_is_forgotten_with_its_request(end):
     requests = [engine.submit(Request(f"{i}", [i] * 34, max_new_tokens=35)) for i in range(2)]
     while not engine.stats.swap_preemptions:
         engine.step()
-    assert engine._memory.swapped
+    assert engine.mover._tickets
     end(engine)
-    assert not engine._memory.swapped
+    assert not engine.mover._tickets
     list(engine.run())
     check_answers(model, requests)
     check_nothing_is_lost(engine)

@@ -17,6 +17,7 @@ from kvlab.engine.prefix_cache import HashChain, Key, NoPrefixCache, PrefixCache
 from kvlab.engine.radix_cache import RadixCache
 from kvlab.engine.request import Identity, Request, Sequence, State
 from kvlab.engine.scheduler import Plan, RequestRefused, Scheduler
+from kvlab.engine.shelf import Shelf
 
 CACHES = {"none": NoPrefixCache, "hash": HashChain, "radix": RadixCache}
 VOCABULARY, STOP = 23, 22
@@ -35,14 +36,38 @@ class Setup:
     preemption: str = "recompute"
     swap_blocks: int = 0
     max_length: int | None = None
+    store: str = "none"  # "sure": keeps all full blocks; "flaky": loses some, swapped ones too, when they are wanted
 
-    def build(self) -> Scheduler:
+    def build(self, shelf: Shelf) -> Scheduler:
         pools = [BlockPool(count, self.block_size) for count in self.blocks]
         cache: PrefixCache = CACHES[self.cache](pools, self.windows)
         return Scheduler(
             cache, token_budget=self.token_budget, max_running=self.max_running, max_length=self.max_length,
-            preemption=self.preemption, swap_blocks=self.swap_blocks, clock=Clock(),
+            preemption=self.preemption, swap_blocks=self.swap_blocks, shelf=shelf, clock=Clock(),
         )  # fmt: skip
+
+
+class FakeShelf(Shelf):
+    """Full blocks by layer group and key, and what was loaded for the next plan."""
+
+    def __init__(self, setup: Setup, seed: int):
+        self.keeps_prefixes, self.flaky = setup.store != "none", setup.store == "flaky"
+        self.random, self.lost = random.Random(seed), 0
+        self.blocks: dict[tuple[int, Key], list] = {}
+        self.loaded: dict[tuple[int, Key | int], list | None] = {}
+
+    def has(self, group, key):
+        return (group, key) in self.blocks
+
+    def load(self, group, name):
+        if self.flaky and self.random.random() < 0.2:
+            self.blocks.pop((group, name), None)
+            self.lost += 1
+            return False
+        if isinstance(name, Key) and not self.has(group, name):
+            return False
+        self.loaded[group, name] = self.blocks.get((group, name))
+        return True
 
 
 class Clock:
@@ -86,7 +111,8 @@ class World:
     """A scheduler, the memory that its plans talk about, and everything that must be true after each step."""
 
     def __init__(self, setup: Setup, seed: int = 0):
-        self.setup, self.scheduler, self.random = setup, setup.build(), random.Random(seed)
+        self.setup, self.random, self.shelf = setup, random.Random(seed), FakeShelf(setup, seed)
+        self.scheduler = setup.build(self.shelf)
         self.tables = self.scheduler.tables
         self.cache = self.scheduler.cache
         size = setup.block_size
@@ -152,6 +178,7 @@ class World:
     def seen(self) -> dict[str, int]:
         """What happened, to tell a walk that went somewhere from one that did not."""
         names = "swap_preemptions recompute_preemptions hit_tokens recovered_tokens recomputed_tokens copied_blocks"
+        names += " restored_tokens lost_swaps" * (self.setup.store == "flaky")
         counted = {name: getattr(self.scheduler.stats, name) for name in names.split()}
         reasons = {name: self.scheduler.stats.finished.get(name, 0) for name in ("stop", "cancelled", "dropped")}
         return counted | reasons | dict(steps=self.steps, refused=self.refused, given_back=self.given_back)
@@ -173,6 +200,7 @@ class World:
             self.random_cancel()
         children = {s for r in self.requests for s in r.sequences}
         continued = self.scheduler.complete(plan, drawn)
+        self.keep()
         for row, tokens in zip(samples, drawn, strict=True):
             if tokens and row.sequence.finish_reason != "cancelled":
                 assert row.sequence in continued and row.sequence.tokens[-1] == tokens[0]
@@ -192,7 +220,10 @@ class World:
             for block, slot in plan.swap_out[group]:
                 self.cpu[group][slot] = list(memory[block])
             for slot, block in plan.swap_in[group]:
+                assert (group, slot) in self.shelf.loaded
                 memory[block] = list(self.cpu[group][slot])
+            for key, block in plan.restore[group]:
+                memory[block] = list(self.shelf.loaded[group, key])
             for source, target in plan.copies[group]:
                 memory[target] = list(memory[source])
                 self.copies += 1
@@ -200,6 +231,15 @@ class World:
                 self.write(row, group, memory)
             for row in plan.rows:
                 self.read(row, group, memory)
+
+    def keep(self) -> None:
+        """What the engine does after a step: full blocks go to the store, what was loaded is let go."""
+        for group, filled in enumerate(self.tables.take_filled()):
+            assert self.shelf.keeps_prefixes or not filled
+            for key, block in filled:
+                assert self.memory[group][block] == self.names_of(key)[-self.setup.block_size :]
+                self.shelf.blocks[group, key] = list(self.memory[group][block])
+        self.shelf.loaded.clear()
 
     def truth(self, sequence: Sequence) -> list[int]:
         known = self.known.setdefault(sequence, [])
