@@ -29,14 +29,18 @@ class PagedPart:
     values       the same for D_v, or None where keys are values too (MLA)
     group        the layer group: which of the step's tables is meant
     value_width  columns of the output to keep; None keeps all
+    window, sinks  what the cache lets queries see, in place of the model's own window; None: the model's rule stands
     """
 
     keys: tuple[Stored, ...]
     values: tuple[Stored, ...] | None
     group: int = 0
     value_width: int | None = None
+    window: int | None = None
+    sinks: int = 0
 
     def attend(self, queries, step, *, scale, window=None, sinks=0):
+        window, sinks = self._rule(window, sinks)
         answers = []
         for rows, in_place in self._cut(queries, step.rows):
             if in_place:
@@ -48,6 +52,7 @@ class PagedPart:
         return _assembled(answers, step, 0.0)[..., : self.value_width]
 
     def attend_with_lse(self, queries, step, *, scale, window=None, sinks=0):
+        window, sinks = self._rule(window, sinks)
         outs, lses = [], []
         for rows, in_place in self._cut(queries, step.rows):
             if in_place:
@@ -58,6 +63,9 @@ class PagedPart:
             outs.append((rows, out))
             lses.append((rows, lse))
         return _assembled(outs, step, 0.0)[..., : self.value_width], _assembled(lses, step, -torch.inf)
+
+    def _rule(self, window: int | None, sinks: int) -> tuple[int | None, int]:
+        return (window, sinks) if self.window is None else (self.window, self.sinks)
 
     def _cut(self, queries: Tensor, rows: Rows) -> list[tuple[Rows, bool]]:
         """Rows that are answered together, and whether a kernel answers them, reading blocks where they lie.

@@ -152,16 +152,20 @@ class Rows:
 
     def _reach(self, group: int, window: int | None, sinks: int) -> Reach:
         size, table, (T, *_) = self.block_size, self.tables[group], self.counts
-        firsts = [0 if sinks else first_needed(length - T, window, size) for length in self.lengths]
+        firsts, leading = [first_needed(length - T, window, size) for length in self.lengths], blocks_for(sinks, size)
+        if min(firsts) <= leading:  # the sinks' blocks lie within the window's, or behind them, in some row
+            firsts, leading = [0 if leading else first for first in firsts], 0
         counts = [blocks_for(length, size) - first for length, first in zip(self.lengths, firsts, strict=True)]
-        index = (torch.tensor(firsts)[:, None] + torch.arange(max(counts))).to(table.device)  # (R, n)
+        index = torch.tensor(firsts)[:, None] + torch.arange(max(counts))  # (R, n)
+        index = torch.cat([torch.arange(leading).expand(len(firsts), -1), index], 1).to(table.device)
         # slots that no query sees may lie anywhere: behind a row's last token, before its window
         blocks = table.gather(1, index.clamp(max=table.shape[1] - 1)).clamp(min=0)
         positions = (index[..., None] * size + torch.arange(size, device=table.device)).flatten(1)[:, None]  # (R, 1, S)
         if len(self.lengths) > 1:
             return Reach(blocks, positions, None)
         start = firsts[0] * size
-        return Reach(blocks, positions[..., : self.lengths[0] - start], start)
+        positions = positions[..., : leading * size + self.lengths[0] - start]
+        return Reach(blocks, positions, None if leading else start)
 
 
 def _rectangle(table: Sequence[Sequence[int]]) -> Tensor:

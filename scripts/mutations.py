@@ -55,6 +55,7 @@ CHUNKS = ("test_engine.py::test_the_size_of_chunks_changes_nothing[hybrid]",)
 SWAPS = ("test_engine.py::test_preemption_changes_no_token[gqa-swap]",)
 FAILURES = ("test_engine_failures.py::test_a_sequence_that_is_no_number_ends_alone_and_is_never_found[0-hash]",)
 BEAMS = ("tests/test_beam.py::test_beams_share_blocks_and_copy_only_what_they_write[3]",)
+WINDOWS = ("test_imposed_windows.py::test_what_lies_between_sinks_and_window_is_given_back[4]",)
 MUTATIONS = [
     Mutation(
         "a stale key is not cleared", "block_pool.py",
@@ -96,7 +97,7 @@ MUTATIONS = [
         "range((len(tokens) - 1) // self.block_size)", "range(len(tokens) // self.block_size)", KEYS,
     ),
     Mutation(
-        "one layer group decides about a hit", "prefix_cache.py", "if all(run >= ", "if any(run >= ", KEYS,
+        "one layer group decides about a hit", "prefix_cache.py", "            if all(\n", "            if any(\n", KEYS,
     ),
     Mutation(
         "a block is found before it is computed", "scheduler.py",
@@ -209,6 +210,10 @@ MUTATIONS = [
     Mutation(
         "only what tokens are drawn from is looked at", "engine.py",
         "        if chunks:\n", "        if False:\n", FAILURES,
+    ),
+    Mutation(
+        "the blocks of sinks are given back", "block_tables.py",
+        "while first > self.cache.sink_blocks and", "while first > 0 and", WINDOWS,
     ),
     Mutation(
         "a beam writes to a block that others read", "kvlab/cache/paged_rows.py",

@@ -24,18 +24,22 @@ class PagedCache(LayerCache):
 
     group       the layer group whose tables name these blocks
     kv_dtype    fp32, bf16, fp16, fp8 or int8
+    window, sinks  imposed on a model that declares no window: queries see the first `sinks` tokens and the newest
+                `window`. Lossy; the oracle is attention with that mask
     rope_width  the last columns of the keys, which get scales of their own where codes are stored (MLA's rotated part)
     """
 
     def __init__(
-        self, num_blocks: int, block_size: int, group: int = 0, kv_dtype: str | None = None, rope_width: int = 0
-    ):
+        self, num_blocks: int, block_size: int, group: int = 0, kv_dtype: str | None = None, rope_width: int = 0,
+        window: int | None = None, sinks: int = 0,
+    ):  # fmt: skip
         if num_blocks < 1 or block_size < 1:
             raise ValueError(f"a pool has at least one block of one token, got {num_blocks} blocks of {block_size}")
         self.num_blocks, self.block_size, self.group = num_blocks, block_size, group
         self.dtype, self.codec = pool_format(kv_dtype)
         self.rope_width = rope_width if self.codec else 0
-        self.exact = kv_dtype is None
+        self.window, self.sinks = window, sinks
+        self.exact = kv_dtype is None and window is None
         self.reset()
 
     def reset(self):
@@ -63,7 +67,8 @@ class PagedCache(LayerCache):
         self.value_stores = None if values is None else [BlockStore(values, *format)]
         self._kinds = _kinds(keys, values)
         stored = None if values is None else tuple(store.stored for store in self.value_stores)
-        self._view: View = (PagedPart(tuple(store.stored for store in self.key_stores), stored, self.group),)
+        keys = tuple(store.stored for store in self.key_stores)
+        self._view: View = (PagedPart(keys, stored, self.group, window=self.window, sinks=self.sinks),)
 
     def _columns(self, keys: Tensor) -> list[Tensor]:
         return list(keys.split([keys.shape[-1] - self.rope_width, self.rope_width], -1)) if self.rope_width else [keys]
@@ -149,10 +154,23 @@ def layer_groups(config: ModelConfig) -> tuple[list[int | None], list[int]]:
     return windows, [windows.index(window) for window in of_layers]
 
 
-def paged_layers(config: ModelConfig, num_blocks: int, block_size: int, kv_dtype: str | None = None):
-    """A PagedCache of `num_blocks` blocks for each layer of a model."""
+def imposed(declared: list[int | None], window: int | None, sinks: int) -> list[int]:
+    """The windows of layer groups under an imposed rule; raises ValueError where there can be none."""
+    if window is None or window < 1 or sinks < 0:
+        raise ValueError(f"an imposed window has at least one token, and sinks from 0 on: got {window} and {sinks}")
+    if declared != [None]:
+        raise ValueError(f"the model has windows of its own, {declared}: none can be imposed")
+    return [window]
+
+
+def paged_layers(
+    config: ModelConfig, num_blocks: int, block_size: int, kv_dtype: str | None = None,
+    window: int | None = None, sinks: int = 0,
+) -> list[PagedCache]:  # fmt: skip
+    """A PagedCache of `num_blocks` blocks for each layer of a model; `window` and `sinks` are imposed on all."""
     rope_width = config.qk_rope_head_dim if config.is_mla else 0
-    return [PagedCache(num_blocks, block_size, group, kv_dtype, rope_width) for group in layer_groups(config)[1]]
+    options = num_blocks, block_size
+    return [PagedCache(*options, group, kv_dtype, rope_width, window, sinks) for group in layer_groups(config)[1]]
 
 
 def _kinds(keys: Tensor, values: Tensor | None) -> tuple[int, int, int | None, torch.dtype]:

@@ -28,7 +28,8 @@ class BlockTables:
     def most_blocks(self, tokens: int) -> list[int]:
         """Per layer group, the most blocks that a sequence holds at once until `tokens` tokens are stored."""
         whole = blocks_for(tokens, self.block_size)
-        return [whole if window is None else min(whole, self._reach(window)) for window in self.windows]
+        sinks = self.cache.sink_blocks
+        return [whole if window is None else min(whole, sinks + self._reach(window)) for window in self.windows]
 
     def attach_prefix(self, sequence: Sequence) -> None:
         """Let a sequence without blocks begin with those that hold a prefix of its tokens."""
@@ -90,10 +91,10 @@ class BlockTables:
         return copies
 
     def give_back(self, sequence: Sequence) -> None:
-        """Free the blocks that the next token no longer sees, in layer groups with a window."""
+        """Free the blocks that the next token no longer sees, in layer groups with a window. Those of sinks stay."""
         for pool, window, table in zip(self.pools, self.windows, sequence.tables, strict=True):
             last = first = first_needed(sequence.stored, window, self.block_size)
-            while first > 0 and table[first - 1] != GONE:
+            while first > self.cache.sink_blocks and table[first - 1] != GONE:
                 first -= 1
             pool.free(table[first:last])
             table[first:last] = [GONE] * (last - first)

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from kvlab.attention_paged import Rows
 from kvlab.cache.base import KVCache
-from kvlab.cache.paged import PagedCache, layer_groups, paged_layers
+from kvlab.cache.paged import PagedCache, imposed, layer_groups, paged_layers
 from kvlab.cache.tiers import TieredStore
 from kvlab.engine.block_mover import BlockMover
 from kvlab.engine.block_pool import BlockPool
@@ -42,6 +42,8 @@ class Engine:
     token_budget  most tokens in a step; prompts are cut into chunks that fit
     preemption    what becomes of a sequence that must give up its blocks: "recompute", or "swap" to `swap_blocks`
                   blocks of CPU memory, or of the store
+    window, sinks  imposed on a model that declares no window: a token sees the first `sinks` tokens and the newest
+                  `window`, itself included; blocks between them are given back. Lossy, and not for a store
     store         keeps full blocks, so that prefixes outlive the pools, and with files this process. Only the same
                   weights, dtype and layout find them again; for that all weights are hashed once
 
@@ -60,6 +62,8 @@ class Engine:
         max_running: int = 64,
         preemption: Literal["recompute", "swap"] = "recompute",
         swap_blocks: int = 0,
+        window: int | None = None,
+        sinks: int = 0,
         store: TieredStore | None = None,
         clock: Callable[[], float] = time.perf_counter,
     ):
@@ -73,8 +77,12 @@ class Engine:
             raise ValueError(f"a store finds blocks by a chain of hashes: it needs prefix='hash', got {prefix!r}")
         self.model, self.block_size, self.clock = model, block_size, clock
         windows, group_of = layer_groups(model.config)
+        if window is not None or sinks:
+            windows = imposed(windows, window, sinks)
+            if store is not None:
+                raise ValueError("a store keeps what was computed with everything in sight: impose no window")
         pools = [BlockPool(num_blocks, block_size) for _ in windows]
-        layers: list[PagedCache] = paged_layers(model.config, num_blocks, block_size, kv_dtype)
+        layers: list[PagedCache] = paged_layers(model.config, num_blocks, block_size, kv_dtype, window, sinks)
         self.cache = KVCache(layers)
         layers_of = [[x for x, at in zip(layers, group_of, strict=True) if at == g] for g in range(len(windows))]
         if store is None:
@@ -83,7 +91,7 @@ class Engine:
             self._take_memory(len(windows))
             self.mover = BlockMover(layers_of, store, fingerprint(model))
         self.scheduler = Scheduler(
-            PREFIX_CACHES[prefix](pools, windows), token_budget=token_budget, max_running=max_running,
+            PREFIX_CACHES[prefix](pools, windows, sinks), token_budget=token_budget, max_running=max_running,
             max_length=model.config.max_position_embeddings, preemption=preemption, swap_blocks=swap_blocks,
             shelf=self.mover, clock=clock,
         )  # fmt: skip

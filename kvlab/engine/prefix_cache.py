@@ -8,7 +8,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
-from kvlab.engine.block_pool import GONE, BlockPool, first_needed
+from kvlab.engine.block_pool import GONE, BlockPool, blocks_for, first_needed
 from kvlab.engine.request import Identity
 
 
@@ -30,13 +30,15 @@ class PrefixCache(ABC):
     """Finds blocks by the tokens they hold. Each layer group has a pool of its own and a window (None: sees all).
 
     Only full blocks are known, and only once their keys and values were computed. All groups agree on a hit.
+    Groups with a window also see the first `sinks` tokens, whose blocks they keep.
     """
 
-    def __init__(self, pools: Sequence[BlockPool], windows: Sequence[int | None] = (None,)):
+    def __init__(self, pools: Sequence[BlockPool], windows: Sequence[int | None] = (None,), sinks: int = 0):
         if not pools or len(pools) != len(windows) or len({pool.block_size for pool in pools}) != 1:
             sizes = [pool.block_size for pool in pools]
             raise ValueError(f"one pool per layer group, of one block size: got sizes {sizes} for windows {windows}")
         self.pools, self.windows, self.block_size = tuple(pools), tuple(windows), pools[0].block_size
+        self.sink_blocks = blocks_for(sinks, self.block_size)
 
     @abstractmethod
     def match(self, tokens: Sequence[int], identity: Identity) -> Hit:
@@ -71,23 +73,30 @@ class PrefixCache(ABC):
         """Return for how many leading blocks every group has what the next token would see.
 
         `found` is one row of block ids per group, GONE where a block is not there. A group with a window needs
-        only the blocks that the window reaches, whatever became of those before.
+        only the sinks' blocks and those that the window reaches, whatever became of the others.
         """
+        leading = [next((i for i, block in enumerate(row) if block == GONE), len(row)) for row in found]
         longest, runs = 0, [0] * len(found)  # runs: how many blocks in a row are there, up to this one
         for count, blocks in enumerate(zip(*found, strict=True), start=1):
             runs = [0 if block == GONE else run + 1 for run, block in zip(runs, blocks, strict=True)]
-            if all(run >= count - first for run, first in zip(runs, self.first_needed(count), strict=True)):
+            firsts = self.first_needed(count)
+            if all(
+                run >= count - first and lead >= min(first, self.sink_blocks)
+                for run, first, lead in zip(runs, firsts, leading, strict=True)
+            ):
                 longest = count
         return longest
 
     def _hit(self, count: int, found: Sequence[Sequence[int]], path: object) -> Hit:
         """Return a hit of `count` blocks: of each group those that are still to be read."""
-        firsts = self.first_needed(count)
-        tables = [[GONE] * first + list(row[first:count]) for row, first in zip(found, firsts, strict=True)]
+        tables = []
+        for row, first in zip(found, self.first_needed(count), strict=True):
+            sinks = row[: min(first, self.sink_blocks)]
+            tables.append([*sinks, *[GONE] * (first - len(sinks)), *row[first:count]])
         return Hit(count, tables, path)
 
     def first_needed(self, count: int) -> list[int]:
-        """For each layer group the first of `count` blocks that the next token still sees."""
+        """For each layer group the first of `count` blocks that the next token still sees, sinks aside."""
         return [first_needed(count * self.block_size, window, self.block_size) for window in self.windows]
 
 
@@ -163,9 +172,10 @@ class HashChain(PrefixCache):
         self,
         pools: Sequence[BlockPool],
         windows: Sequence[int | None] = (None,),
+        sinks: int = 0,
         digest: Digest = sha256,
     ):
-        super().__init__(pools, windows)
+        super().__init__(pools, windows, sinks)
         self.digest = digest
 
     def match(self, tokens, identity):

@@ -16,8 +16,8 @@ class RadixCache(PrefixCache):
     A sequence that computed what the tree already has lets its own block go and reads the tree's.
     """
 
-    def __init__(self, pools: Sequence[BlockPool], windows: Sequence[int | None] = (None,)):
-        super().__init__(pools, windows)
+    def __init__(self, pools: Sequence[BlockPool], windows: Sequence[int | None] = (None,), sinks: int = 0):
+        super().__init__(pools, windows, sinks)
         self.tree = RadixTree(self.block_size)
 
     def match(self, tokens, identity):

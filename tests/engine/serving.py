@@ -8,6 +8,7 @@ from functools import cache as memoize
 
 import torch
 
+from kvlab.cache.base import KVCache
 from kvlab.cache.build import paged_cache
 from kvlab.engine.engine import Engine
 from kvlab.engine.request import Identity, Request
@@ -37,11 +38,14 @@ MODELS = {
 }  # fmt: skip
 
 
-def alone(model: Transformer, request: Request, index: int = 0, kv_dtype: str | None = None) -> list[int]:
-    """What one request gets by itself from a contiguous cache, or from one of another dtype that is all its own."""
+def alone(
+    model: Transformer, request: Request, index: int = 0, kv_dtype: str | None = None, cache: KVCache | None = None
+) -> list[int]:
+    """What one request gets by itself from a contiguous cache, one of another dtype that is all its own, or `cache`."""
     sampler = Sampler(request.temperature, request.top_k, request.top_p, request.seed)
     ids, new = list(request.prompt_ids), request.max_new_tokens
-    cache = paged_cache(model.config, len(ids) + new, 16, kv_dtype) if kv_dtype else "contiguous"
+    if cache is None:
+        cache = paged_cache(model.config, len(ids) + new, 16, kv_dtype) if kv_dtype else "contiguous"
     out = generate(model, ids, cache, max_new_tokens=new, sampler=Fixed(sampler, index), stop_ids=request.stop_ids)
     return out.token_ids
 
