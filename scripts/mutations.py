@@ -97,7 +97,8 @@ MUTATIONS = [
         "range((len(tokens) - 1) // self.block_size)", "range(len(tokens) // self.block_size)", KEYS,
     ),
     Mutation(
-        "one layer group decides about a hit", "prefix_cache.py", "            if all(\n", "            if any(\n", KEYS,
+        "one layer group decides about a hit", "prefix_cache.py",
+        "            if all(\n", "            if any(\n", KEYS,
     ),
     Mutation(
         "a block is found before it is computed", "scheduler.py",
