@@ -241,7 +241,7 @@ def make_copy(folder: Path) -> Path:
     """Copy the package and the tests that are run."""
     for name in ("kvlab", "tests/engine"):
         shutil.copytree(ROOT / name, folder / name, ignore=shutil.ignore_patterns("__pycache__"))
-    for name in ("__init__.py", "conftest.py", "harness.py", "test_beam.py"):
+    for name in ("__init__.py", "conftest.py", "harness.py", "slow_reference.py", "test_beam.py"):
         shutil.copy(ROOT / "tests" / name, folder / "tests" / name)
     shutil.copy(ROOT / "pyproject.toml", folder)
     return folder
