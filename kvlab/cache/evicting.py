@@ -163,7 +163,8 @@ class EvictingCache(LayerCache):
                 self.slots.carried[self.slots.index(due), :, : self.slots.top] = evidence.carried
             if counts != used:
                 self.slots.keep(due, self._best(evidence, counts), counts)
-                self.slots.shrink(self.stride)
+                # what a share keeps grows again
+                self.slots.shrink(self.stride, patience=2 if self.budget.tokens is None else 1)
                 self.start = None
         for row, count, held in zip(rows, counts, used, strict=True):
             if self.asked or count < held:

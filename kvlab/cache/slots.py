@@ -95,9 +95,9 @@ class Slots:
         for after, before in zip(self.tensors, old, strict=True):
             after[:, :, :top] = before[:, :, :top]
 
-    def shrink(self, spare: int) -> None:
-        """Give back what a long prompt took: all but the slots in use and `spare`, once that is most."""
-        if self.capacity > 2 * (self.top + spare):
+    def shrink(self, spare: int, patience: int = 1) -> None:
+        """Give back all but the slots in use and `spare`, once there are more than `patience` times as many."""
+        if self.capacity > patience * (self.top + spare):
             self.resize(self.top + spare)
 
     def index(self, rows: list[int]) -> Tensor | slice:

@@ -304,6 +304,17 @@ def test_a_long_prompt_gives_its_memory_back():
     assert cache.bytes().total < before.total / 4
 
 
+def test_half_a_prompt_takes_half_its_memory():
+    layer, cache = Layer(60), evicting(budget=Budget(tokens=24), whole_prompt=True)
+    layer.feed(cache, cut([48]), prompt_ends=torch.tensor([False]))
+    layer.feed(cache, [1], 48, prompt_ends=torch.tensor([True]))
+    cache.settle()
+    assert cache.slots.capacity == 24 + STRIDE
+    buffers = [x.data_ptr() for x in cache.slots.tensors]
+    layer.feed(cache, cut([11], start=49), 49, prompt_ends=torch.tensor([False]))
+    assert [x.data_ptr() for x in cache.slots.tensors] == buffers  # and it suffices
+
+
 def test_two_prompts_in_one_conversation_are_decided_on_at_either_end():
     """The question that follows a compressed context is itself compressed with it, when it has ended."""
     layer, cache = Layer(12), evicting("recent", Budget(tokens=4, sinks=1), stride=100, whole_prompt=True)
