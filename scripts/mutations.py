@@ -185,7 +185,7 @@ MUTATIONS = [
     ),
     Mutation(
         "swapped blocks come back in another's place", "block_mover.py",
-        "layer.write_blocks(blocks,", "layer.write_blocks(blocks[::-1],", SWAPS,
+        "layer.write_blocks(blocks,", "layer.write_blocks([block - 1 for block in blocks],", SWAPS,
     ),
     Mutation(
         "tokens are stored beside their slots", "kvlab/rows.py",
