@@ -147,20 +147,20 @@ class PagedCache(LayerCache):
 _NO_ROWS = "one layer's blocks know no rows: rewind or reorder the PagedKVCache, which has the block tables"
 
 
-def layer_groups(config: ModelConfig) -> tuple[list[int | None], list[int]]:
-    """The windows of a model's layer groups, and for each layer the group it is in."""
+def layer_groups(config: ModelConfig, window: int | None = None, sinks: int = 0) -> tuple[list[int | None], list[int]]:
+    """The windows of a model's layer groups, and for each layer the group it is in.
+
+    `window` and `sinks` are imposed on all. Raises ValueError where they cannot be.
+    """
     of_layers = [config.window(layer) for layer in range(config.num_hidden_layers)]
     windows = list(dict.fromkeys(of_layers))
-    return windows, [windows.index(window) for window in of_layers]
-
-
-def imposed(declared: list[int | None], window: int | None, sinks: int) -> list[int]:
-    """The windows of layer groups under an imposed rule; raises ValueError where there can be none."""
+    if window is None and not sinks:
+        return windows, [windows.index(window) for window in of_layers]
     if window is None or window < 1 or sinks < 0:
         raise ValueError(f"an imposed window has at least one token, and sinks from 0 on: got {window} and {sinks}")
-    if declared != [None]:
-        raise ValueError(f"the model has windows of its own, {declared}: none can be imposed")
-    return [window]
+    if windows != [None]:
+        raise ValueError(f"the model has windows of its own, {windows}: none can be imposed")
+    return [window], [0] * len(of_layers)
 
 
 def paged_layers(

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from kvlab.attention_paged import Rows
 from kvlab.cache.base import KVCache
-from kvlab.cache.paged import PagedCache, imposed, layer_groups, paged_layers
+from kvlab.cache.paged import layer_groups, paged_layers
 from kvlab.cache.tiers import TieredStore
 from kvlab.engine.block_mover import BlockMover
 from kvlab.engine.block_pool import BlockPool
@@ -67,36 +67,28 @@ class Engine:
         store: TieredStore | None = None,
         clock: Callable[[], float] = time.perf_counter,
     ):
-        if num_blocks < 1:
-            raise ValueError(f"an engine needs at least one block, got {num_blocks}")
-        if prefix not in PREFIX_CACHES:
-            raise ValueError(f"unknown prefix cache {prefix!r}: one of {', '.join(PREFIX_CACHES)}")
-        if preemption == "swap" and swap_blocks < 1:
-            raise ValueError(f"preemption by swapping needs CPU memory: swap_blocks must be >= 1, got {swap_blocks}")
-        if store is not None and prefix != "hash":
-            raise ValueError(f"a store finds blocks by a chain of hashes: it needs prefix='hash', got {prefix!r}")
+        _check_sizes(num_blocks, prefix, preemption, swap_blocks)
         self.model, self.block_size, self.clock = model, block_size, clock
-        windows, group_of = layer_groups(model.config)
-        if window is not None or sinks:
-            windows = imposed(windows, window, sinks)
-            if store is not None:
-                raise ValueError("a store keeps what was computed with everything in sight: impose no window")
-        pools = [BlockPool(num_blocks, block_size) for _ in windows]
-        layers: list[PagedCache] = paged_layers(model.config, num_blocks, block_size, kv_dtype, window, sinks)
-        self.cache = KVCache(layers)
-        layers_of = [[x for x, at in zip(layers, group_of, strict=True) if at == g] for g in range(len(windows))]
-        if store is None:
-            self.mover = BlockMover(layers_of, TieredStore())
-        else:
-            self._take_memory(len(windows))
-            self.mover = BlockMover(layers_of, store, fingerprint(model))
+        windows, _ = layer_groups(model.config, window, sinks)
+        prefixes = PREFIX_CACHES[prefix]([BlockPool(num_blocks, block_size) for _ in windows], windows, sinks)
+        self.cache = KVCache(paged_layers(model.config, num_blocks, block_size, kv_dtype, window, sinks))
+        self.mover = self._mover(len(windows), prefix, window, store)
         self.scheduler = Scheduler(
-            PREFIX_CACHES[prefix](pools, windows, sinks), token_budget=token_budget, max_running=max_running,
-            max_length=model.config.max_position_embeddings, preemption=preemption, swap_blocks=swap_blocks,
-            shelf=self.mover, clock=clock,
+            prefixes, token_budget=token_budget, max_running=max_running, preemption=preemption,
+            swap_blocks=swap_blocks, max_length=model.config.max_position_embeddings, shelf=self.mover, clock=clock,
         )  # fmt: skip
         self._draws = Draws()
         self._closed = False
+
+    def _mover(self, groups: int, prefix: str, window: int | None, store: TieredStore | None) -> BlockMover:
+        layers_of = [[layer for layer in self.cache.layers if layer.group == group] for group in range(groups)]
+        if store is None:
+            return BlockMover(layers_of, TieredStore())
+        if prefix != "hash" or window is not None:
+            needs = "prefix='hash' and window=None"
+            raise ValueError(f"a store finds whole prefixes by hash: it needs {needs}, got {prefix!r}, {window}")
+        self._take_memory(groups)
+        return BlockMover(layers_of, store, fingerprint(self.model))
 
     @property
     def stats(self) -> Stats:
@@ -192,10 +184,9 @@ class Engine:
         self.mover.keep(self.scheduler.tables.take_filled())
         self._forget_finished()
         self.stats.count_step(scheduling, whole=self.clock() - began)
-        failed = [row.sequence for row in plan.rows if row.sequence.error]
-        return [Output(s.request.id, s.index, s.tokens[-1], s.finish_reason) for s in continued] + [
-            Output(s.request.id, s.index, None, s.finish_reason) for s in failed
-        ]
+        new = [(sequence, sequence.tokens[-1]) for sequence in continued]
+        new += [(row.sequence, None) for row in plan.rows if row.sequence.error]
+        return [Output(s.request.id, s.index, token, s.finish_reason) for s, token in new]
 
     @torch.no_grad()
     def _take_memory(self, groups: int) -> None:
@@ -247,3 +238,12 @@ class Engine:
     def _forget_finished(self) -> None:
         self._draws.keep(self.scheduler.requests)
         self.mover.forget(self.scheduler.tables.swap_pools)
+
+
+def _check_sizes(num_blocks: int, prefix: str, preemption: str, swap_blocks: int) -> None:
+    if num_blocks < 1:
+        raise ValueError(f"an engine needs at least one block, got {num_blocks}")
+    if prefix not in PREFIX_CACHES:
+        raise ValueError(f"unknown prefix cache {prefix!r}: one of {', '.join(PREFIX_CACHES)}")
+    if preemption == "swap" and swap_blocks < 1:
+        raise ValueError(f"preemption by swapping needs CPU memory: swap_blocks must be >= 1, got {swap_blocks}")

@@ -119,7 +119,7 @@ def _keys(cache: HashChain, prompt: list[int]) -> list[object]:
         ("gqa", {"window": 0}, "got 0 and 0"),
         ("gqa", {"window": 4, "sinks": -1}, "got 4 and -1"),
         ("hybrid", {"window": 4}, "windows of its own"),
-        ("gqa", {"window": 4, "store": TieredStore()}, "impose no window"),
+        ("gqa", {"window": 4, "store": TieredStore()}, "window=None, got 'hash', 4"),
     ],
 )
 def test_windows_that_cannot_be_imposed(name, options, message):

@@ -278,7 +278,7 @@ def named_like(store: TieredStore) -> str:
 
 def test_a_store_needs_the_chain_of_hashes():
     for prefix in ("radix", "none"):
-        with pytest.raises(ValueError, match=f"it needs prefix='hash', got '{prefix}'"):
+        with pytest.raises(ValueError, match=f"it needs prefix='hash' and window=None, got '{prefix}', None"):
             Engine(tiny_model("gqa"), num_blocks=2, prefix=prefix, store=TieredStore())
 
 
