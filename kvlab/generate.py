@@ -17,6 +17,7 @@ from kvlab.model.transformer import Transformer
 from kvlab.sampling import Sampler
 
 GREEDY = Sampler()
+GOES_ON = torch.tensor([False])  # no prompt ends in a decode step
 PREFILL_CHUNK = 2048  # tokens: bounds the scratch memory of a prompt, and the slack of sliding rings
 
 
@@ -59,18 +60,15 @@ class Generation:
 
 
 @torch.no_grad()
-def last_logits(
-    model: Transformer, token_ids: Sequence[int], start: int, cache: KVCache | None, prompt_ends: bool = False
-) -> Tensor:
+def last_logits(model: Transformer, token_ids: Sequence[int], start: int, cache: KVCache | None, ends=None) -> Tensor:
     """Run tokens at positions start, start + 1, ... of one row and return the last one's logits (1, vocabulary).
 
-    The step must not cross a decision of the cache (see `prefill`); `prompt_ends` tells it that the prompt does.
+    Some caches must know whether a prompt `ends` here, (1,) bool.
     """
     device = model.model.embed_tokens.weight.device
     ids = torch.tensor([list(token_ids)], device=device)  # (1, T)
     positions = torch.arange(start, start + len(token_ids), dtype=torch.int32, device=device)[None]  # (1, T)
-    rows = torch.tensor([prompt_ends], device=device)
-    step = Step.plan(positions, rows) if cache is None else cache.begin(positions, rows)
+    step = Step.plan(positions) if cache is None else cache.begin(positions, ends)
     return model.unembed(model.hidden_states(ids, step, cache)[:, -1])
 
 
@@ -85,7 +83,8 @@ def prefill(
     offset = 0
     for size in cache.cut(torch.arange(start, start + len(token_ids))[None], chunk):
         piece, offset = token_ids[offset : offset + size], offset + size
-        logits = last_logits(model, piece, start + offset - size, cache, prompt_ends=offset == len(token_ids))
+        ends = torch.tensor([offset == len(token_ids)])
+        logits = last_logits(model, piece, start + offset - size, cache, ends)
     return logits
 
 
@@ -133,7 +132,7 @@ def stream(
         elif decode is not None:
             logits, kv_rows = decode(ids[-1], len(ids) - 1), 1
         else:
-            logits, kv_rows = last_logits(model, ids[-1:], len(ids) - 1, cache), 1
+            logits, kv_rows = last_logits(model, ids[-1:], len(ids) - 1, cache, GOES_ON), 1
         ids.append(int(sampler.pick(logits, generator)))
         now = perf_counter()
         yield Token(ids[-1], logits[0], now - before, kv_rows)

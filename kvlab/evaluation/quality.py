@@ -20,7 +20,7 @@ from kvlab.cache.base import KVCache
 from kvlab.cache.build import build_cache
 from kvlab.evaluation.results import Results
 from kvlab.evaluation.tasks import Sample, is_right
-from kvlab.generate import check_request, last_logits, prefill
+from kvlab.generate import GOES_ON, check_request, last_logits, prefill
 from kvlab.model.tokenizer import Tokenizer
 from kvlab.model.transformer import Transformer
 
@@ -125,7 +125,7 @@ def answer(
         logits = prefill(model, ids[split:], cache, start=split)
     chosen = [int(logits.argmax(-1))]
     while len(chosen) < count:
-        logits = last_logits(model, chosen[-1:], len(ids) + len(chosen) - 1, cache)
+        logits = last_logits(model, chosen[-1:], len(ids) + len(chosen) - 1, cache, GOES_ON)
         chosen.append(int(logits.argmax(-1)))
     return tokenizer.decode(chosen)
 

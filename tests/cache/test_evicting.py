@@ -18,7 +18,7 @@ from kvlab.cache.formats import CodedRows
 from kvlab.cache.scores import METHODS, Method, shared
 from kvlab.cache.sliding import SlidingCache
 from kvlab.codecs import Codec
-from kvlab.generate import generate, last_logits, prefill
+from kvlab.generate import GOES_ON, generate, last_logits, prefill
 from tests.harness import (
     INT8,
     KV_HEADS,
@@ -528,5 +528,5 @@ def test_generation_does_not_depend_on_the_prefill_chunk(name):
         cache = build_cache(model.config, name)
         chosen = [int(prefill(model, prompt, cache, chunk).argmax())]
         while len(chosen) < 10:
-            chosen.append(int(last_logits(model, chosen[-1:], 36 + len(chosen), cache).argmax()))
+            chosen.append(int(last_logits(model, chosen[-1:], 36 + len(chosen), cache, GOES_ON).argmax()))
         assert chosen == expected
