@@ -182,3 +182,26 @@ def test_a_full_disk_keeps_memory_as_it_was(tmp_path):
     with pytest.warns(StoreWarning, match="the budget is 10: a block counts as not stored"):
         store.flush()
     assert same(store.get(key(1), ABOUT), block(1, 40)) and list(tmp_path.iterdir()) == []
+
+
+def test_what_was_read_last_stays_in_memory():
+    store = TieredStore(RAM)  # three blocks of size 40
+    for number in range(3):
+        store.put(key(number), ABOUT, block(number, 40))
+    store.get(key(0), ABOUT)
+    store.put(key(3), ABOUT, block(3, 40))
+    assert [store.has(key(number)) for number in range(4)] == [True, False, True, True]
+
+
+def test_a_block_that_came_from_a_file_is_written_again_only_if_the_file_is_gone(tmp_path):
+    files = BlockFiles(tmp_path, DISK)
+    files.put(key(0), ABOUT, block(0, 40))
+    path, written = tmp_path / f"{key(0)}{BLOCK}", []
+    store, put = TieredStore(RAM, files), files.put
+    files.put = lambda *given: (written.append(given[0]), put(*given))
+    store.get(key(0), ABOUT)
+    store.flush()
+    assert written == []
+    path.unlink()  # another process made room
+    store.flush()
+    assert written == [key(0)] and same(files.get(key(0), ABOUT), block(0, 40))
