@@ -16,6 +16,7 @@ import secrets
 import time
 import warnings
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 
 from safetensors import SafetensorError, safe_open
@@ -68,12 +69,11 @@ class BlockFiles:
                 with safe_open(path, framework="pt") as file:
                     found = dict(file.metadata())
                     tensors = [file.get_tensor(name).clone() for name in sorted(file.keys())]
-                self._touch(path)
+                with suppress(OSError):  # another process made room, or the file is somebody else's: it was read
+                    self._touch(path)
                 wrong = _difference(found, about)
-        except FileNotFoundError:
-            return _miss(path, "is missing")
-        except (OSError, SafetensorError) as error:
-            return _miss(path, f"cannot be read ({error})")
+        except (OSError, SafetensorError, RuntimeError) as error:  # PyTorch's for a file that went while it was opened
+            return _miss(path, f"cannot be read ({error})" if os.path.exists(path) else "is missing")
         if wrong is None:
             return tensors
         path.unlink(missing_ok=True)

@@ -13,6 +13,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from kvlab.cache import block_files
 from kvlab.cache.block_files import BLOCK, PARTIAL, BlockFiles, sealed
 from kvlab.cache.paged import PagedCache
 from kvlab.cache.tiers import StoreWarning
@@ -277,6 +278,39 @@ def test_a_file_system_without_room(tmp_path):
         fill(tmp_path)
     finally:
         subprocess.run(["umount", str(tmp_path)], check=True)
+
+
+@pytest.mark.parametrize("moment", ["damage", "safe_open", "_touch"])
+def test_a_file_that_another_process_evicts_while_it_is_read(tmp_path, monkeypatch, moment):
+    """Before its checksum is read or before its tensors are: a miss. Behind them: it was read."""
+    files = BlockFiles(tmp_path, LARGE)
+    files.put(key(1), ABOUT, block())
+    owner = files if moment == "_touch" else block_files
+    go_on = getattr(owner, moment)
+
+    def evicted(path, *rest, **named):
+        path.unlink()
+        return go_on(path, *rest, **named)
+
+    monkeypatch.setattr(owner, moment, evicted)
+    if moment == "_touch":
+        assert same(block(), files.get(key(1), ABOUT))
+    else:
+        assert_a_miss(files, words="is missing")
+
+
+def test_a_file_that_another_process_evicts_while_it_is_opened(tmp_path, monkeypatch):
+    """safetensors opens a file twice, and what it raises in between is PyTorch's."""
+    files = BlockFiles(tmp_path, LARGE)
+    files.put(key(1), ABOUT, block())
+    from_file = torch.UntypedStorage.from_file
+
+    def evicted(path, *rest, **named):
+        Path(path).unlink()
+        return from_file(path, *rest, **named)
+
+    monkeypatch.setattr(torch.UntypedStorage, "from_file", evicted)
+    assert_a_miss(files, words="is missing")
 
 
 SHARE = """
