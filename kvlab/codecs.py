@@ -44,7 +44,7 @@ class Codec:
         if self.group_size is None and self.along == "tokens":
             raise ValueError("groups along tokens need a group_size")
         if self.group_size is not None and (type(self.group_size) is not int or self.group_size < 1):
-            raise ValueError(f"group_size is a whole number: a group holds at least one number, not {self.group_size!r}")
+            raise ValueError(f"a group holds at least one number, not {self.group_size!r}")
 
     @property
     def zero(self) -> int:
