@@ -99,8 +99,6 @@ class LayerCache(ABC):
 class NoCache(LayerCache):
     """Store nothing: the view is the fresh keys and values. This is naive decoding's cache."""
 
-    compilable = True
-
     def update(self, keys, values, step):
         return (DensePart(keys, values, step.positions[:, None], step.start),)
 
