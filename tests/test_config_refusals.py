@@ -52,6 +52,7 @@ def test_fields_that_say_no_are_not_refused():
     read(num_kv_shared_layers=0, is_encoder_decoder=False, index_topk=None)
     read(model_type="novel")  # plain fields: an unknown model of a known layout can be sized
     assert read(model_type="novel").cannot_run
+    read(model_type="minimax_m2", attn_type_list=[1] * 32)  # every layer is softmax attention
 
 
 @pytest.mark.parametrize(

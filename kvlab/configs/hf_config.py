@@ -91,6 +91,8 @@ def with_plain_names(text: Mapping, name: str) -> dict:
     attention = plain.get("attn_config")
     if isinstance(attention, Mapping) and attention.get("kv_n_heads"):  # MPT, DBRX
         plain["num_key_value_heads"] = attention["kv_n_heads"]
+    elif isinstance(attention, Mapping) and attention.get("attn_type") == "multiquery_attention":  # MPT
+        plain["num_key_value_heads"] = 1
     return plain
 
 
