@@ -150,6 +150,17 @@ def test_any_value_in_any_field_is_read_or_refused_in_one_line(field, value):
         ({"attention_bias": True}, "bias"),
         ({"mlp_bias": True}, "MLP"),
         ({"quantization_config": {"quant_method": "awq"}}, "quantised"),
+        (
+            {
+                "model_type": "deepseek_v3",
+                "kv_lora_rank": 16,
+                "qk_rope_head_dim": 8,
+                "qk_nope_head_dim": 8,
+                "v_head_dim": 8,
+                "rope_interleave": False,
+            },
+            "halves",
+        ),
         ({"vocab_size": "absent"}, "vocab_size"),
         ({"model_type": "phi3"}, "fused"),
     ],

@@ -29,7 +29,7 @@ NESTED = ("text_config", "language_config", "llm_config")
 SHARED_WITH_NESTED = ("dtype", "torch_dtype", "tie_word_embeddings", "bos_token_id", "eos_token_id",
                       "is_encoder_decoder", "quantization_config")  # fmt: skip
 FLAGS = ("use_sliding_window", "tie_word_embeddings", "attention_bias", "mlp_bias", "multi_query",
-         "new_decoder_architecture", "multi_query_attention", "is_encoder_decoder")  # fmt: skip
+         "new_decoder_architecture", "multi_query_attention", "is_encoder_decoder", "rope_interleave")  # fmt: skip
 
 
 def read(raw: Mapping, name: str) -> dict:
