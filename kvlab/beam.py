@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from kvlab.cache.base import KVCache
-from kvlab.generate import check_request, prefill
+from kvlab.generate import check_request, prefill, stores_nothing
 from kvlab.model.transformer import Transformer
 from kvlab.sampling import check_logits
 
@@ -45,6 +45,8 @@ def beam_search(
     check_request(model, prompt_ids, max_new_tokens)
     if type(width) is not int or not 1 <= width <= model.config.vocab_size:
         raise ValueError(f"a beam is 1 to {model.config.vocab_size} continuations wide, got {width!r}")
+    if stores_nothing(cache):
+        raise ValueError("beam search goes on from what is stored: give a cache that stores, such as contiguous")
     logits = prefill(model, prompt_ids, cache)  # (1, vocabulary)
     scores, tokens = _log_probabilities(logits)[0].topk(width)
     cache.reorder(torch.zeros(width, dtype=torch.int64))

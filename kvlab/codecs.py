@@ -38,13 +38,13 @@ class Codec:
     def __post_init__(self):
         if self.kind not in KINDS or self.along not in ("channels", "tokens"):
             raise ValueError(f"no {self.kind!r} codec along {self.along!r}: {', '.join(KINDS)}; channels or tokens")
-        if self.bits not in BITS or (self.kind in FP8 and self.bits != 8):
+        if type(self.bits) is not int or self.bits not in BITS or (self.kind in FP8 and self.bits != 8):
             allowed = "8" if self.kind in FP8 else "2, 4 or 8"
-            raise ValueError(f"{self.kind} codes take {allowed} bits, not {self.bits}")
+            raise ValueError(f"{self.kind} codes take {allowed} bits, not {self.bits!r}")
         if self.group_size is None and self.along == "tokens":
             raise ValueError("groups along tokens need a group_size")
-        if self.group_size is not None and self.group_size < 1:
-            raise ValueError(f"a group holds at least one number, not {self.group_size}")
+        if self.group_size is not None and (type(self.group_size) is not int or self.group_size < 1):
+            raise ValueError(f"a group holds at least one number, not {self.group_size!r}")
 
     @property
     def zero(self) -> int:
@@ -60,7 +60,7 @@ class Codec:
 
     def check_width(self, width: int) -> None:
         """Raise ValueError where rows of `width` numbers cannot be cut into groups or packed into bytes."""
-        if width * self.bits % 8:
+        if width < 1 or width * self.bits % 8:
             raise ValueError(f"a row of {width} numbers does not fill whole bytes with {self.bits}-bit codes")
         if self.along == "channels" and self.group_size is not None and width % self.group_size:
             raise ValueError(f"a row of {width} numbers cannot be cut into groups of {self.group_size}")
@@ -137,8 +137,8 @@ def check_frozen(codec: Codec) -> None:
 
 def check_codec(codec: Codec | None, residual: int, scales: Tensor | None) -> None:
     """Raise ValueError where a codec does not go with a residual (tokens) or with static scales."""
-    if residual < 0:
-        raise ValueError(f"a residual holds a number of tokens, got {residual}")
+    if type(residual) is not int or residual < 0:
+        raise ValueError(f"a residual holds a whole number of tokens, got {residual!r}")
     if codec is not None and codec.along == "tokens" and (residual == 0 or residual % codec.group_size):
         raise ValueError(
             f"groups of {codec.group_size} tokens need a residual that is a multiple of {codec.group_size} tokens, "
@@ -148,6 +148,14 @@ def check_codec(codec: Codec | None, residual: int, scales: Tensor | None) -> No
         if codec is None:
             raise ValueError("static scales were given for a tensor that has no codec")
         check_frozen(codec)
+        check_reach(scales)
+
+
+def check_reach(scales: Tensor) -> None:
+    """Raise ValueError for static scales that no number can be divided by: 0, negative ones, NaN, infinity."""
+    unfit = scales[~((scales > 0) & scales.isfinite())]
+    if unfit.numel():
+        raise ValueError(f"static scales must be positive and finite, got {float(unfit[0])}: calibrate them again")
 
 
 def check_static(scales: Tensor | None, expected: tuple[int, ...]) -> None:

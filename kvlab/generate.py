@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, field
+from numbers import Integral
 from time import perf_counter
 
 import torch
 from torch import Tensor
 
 from kvlab.attention import Step
-from kvlab.cache.base import KVCache
+from kvlab.cache.base import KVCache, NoCache
 from kvlab.cache.build import build_cache
 from kvlab.model.compiled import CompiledStep
 from kvlab.model.transformer import Transformer
@@ -76,10 +77,13 @@ def prefill(
     model: Transformer, token_ids: Sequence[int], cache: KVCache, chunk: int = PREFILL_CHUNK, start: int = 0
 ) -> Tensor:
     """Store a prompt in chunks, cut where the cache decides, and return its last logits (1, vocabulary)."""
-    if chunk < 1:
-        raise ValueError(f"a prefill chunk holds at least one token, got {chunk}")
-    if not token_ids:
+    if type(chunk) is not int or chunk < 1:
+        raise ValueError(f"a prefill chunk is a whole number and holds at least one token, got {chunk!r}")
+    if not len(token_ids):
         raise ValueError("there is nothing to prefill: the prompt is empty")
+    if stores_nothing(cache) and (start or len(token_ids) > chunk):
+        raise ValueError(f"a cache that stores nothing takes a prompt whole, not {chunk} tokens from {start} on: "
+                         "give one that stores")  # fmt: skip
     offset = 0
     for size in cache.cut(torch.arange(start, start + len(token_ids))[None], chunk):
         piece, offset = token_ids[offset : offset + size], offset + size
@@ -88,13 +92,21 @@ def prefill(
     return logits
 
 
+def stores_nothing(cache: KVCache) -> bool:
+    """Whether this is naive decoding's cache, whose every step must bring all tokens again."""
+    return all(type(layer) is NoCache for layer in cache.layers)  # a class made from NoCache may store
+
+
 def check_request(model: Transformer, prompt_ids: Sequence[int], max_new_tokens: int) -> None:
     """Refuse what cannot be generated: an empty prompt, no new tokens, or more tokens than the model has positions."""
     config = model.config
-    if not prompt_ids:
+    if not len(prompt_ids):
         raise ValueError("the prompt is empty: give at least one token")
-    if max_new_tokens < 1:
-        raise ValueError(f"max_new_tokens must be at least 1, got {max_new_tokens}")
+    if type(max_new_tokens) is not int or max_new_tokens < 1:
+        raise ValueError(f"max_new_tokens must be at least 1, got {max_new_tokens!r}: give a whole number")
+    odd = next((token for token in prompt_ids if type(token) is bool or not isinstance(token, Integral)), None)
+    if odd is not None:
+        raise ValueError(f"a prompt is a list of token ids, which are whole numbers, not {odd!r}: encode text first")
     outside = [token for token in prompt_ids if not 0 <= token < config.vocab_size]
     if outside:
         raise ValueError(f"token id {outside[0]} is outside {config.name}'s vocabulary of {config.vocab_size}")
@@ -116,12 +128,14 @@ def stream(
     stop_ids: Collection[int] = (),
     decode: Callable[[int, int], Tensor] | None = None,
 ) -> Iterator[Token]:
-    """Yield tokens as they are chosen, a stop token included. Without a cache everything is recomputed for each.
+    """Yield tokens as they are chosen, a stop token included. Without a cache, or with one that stores nothing,
+    everything is recomputed for each.
 
     `cache` must be empty. `decode(token_id, position)` replaces the eager decode step (a CompiledStep, say).
     Raises ValueError for requests that cannot be served (see check_request).
     """
     check_request(model, prompt_ids, max_new_tokens)
+    cache = None if cache is None or stores_nothing(cache) else cache
     ids, generator = list(prompt_ids), sampler.generator()
     before = perf_counter()
     for count in range(max_new_tokens):

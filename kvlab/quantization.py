@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from kvlab.codecs import Codec, check_frozen
+from kvlab.codecs import Codec, check_frozen, check_reach
 from kvlab.packing import FP8, fp8_numbers, pack, unpack
 
 INTEGERS = {2: torch.int16, 4: torch.int32, 8: torch.int64}  # by bytes, as wide as a float
@@ -94,12 +94,12 @@ def quantize(x: Tensor, codec: Codec, scales: Tensor | None = None) -> Quantized
     Raises ValueError for NaN or infinity, and where D (along tokens: S) is no multiple of the group or a byte.
     KIVI: Liu et al. 2024, arXiv:2402.02750.
     """
-    codec.check_width(x.shape[3])
+    _check_shape(x, codec)
     check_finite(x, "the numbers")
     if codec.along == "tokens" and x.shape[2] % codec.group_size:
         raise ValueError(f"{x.shape[2]} tokens cannot be cut into groups of {codec.group_size} tokens")
     if scales is not None:
-        check_frozen(codec)
+        _check_scales(scales, x, codec)
     return encode(x, codec, scales)
 
 
@@ -123,17 +123,20 @@ def encode(x: Tensor, codec: Codec, scales: Tensor | None = None) -> QuantizedTe
 def calibrate(samples: Tensor, codec: Codec) -> Tensor:
     """Static scales (1, H_kv, 1, D/group_size) from sample keys or values (B, H_kv, S, D): the largest magnitude seen.
 
-    A group that was zero in all samples gets scale 1, never 0.
+    A group that was zero in all samples gets scale 1, never 0. Raises ValueError for NaN, infinity or no samples.
     """
     check_frozen(codec)
-    codec.check_width(samples.shape[3])
+    _check_shape(samples, codec)
+    check_finite(samples, "the samples")
+    if not samples.numel():
+        raise ValueError(f"samples of shape {tuple(samples.shape)} hold no numbers to calibrate scales by")
     groups, dim = codec.grouped(samples.to(wide(samples.dtype)))
     most = groups.abs().amax((0, 2, dim), keepdim=True).squeeze(dim)  # (1, H_kv, 1, D/group_size)
     return _rounded_up(most / codec.largest, codec.largest, codec.stored_scale_dtype(samples.dtype))
 
 
 def count_clamped(x: Tensor, codec: Codec, scales: Tensor) -> Tensor:
-    """How many numbers of (B, H_kv, S, D) lie beyond what frozen scales reach, a () tensor."""
+    """How many numbers of (B, H_kv, S, D) lie beyond what frozen scales reach with both signs, a () tensor."""
     groups, dim = codec.grouped(x.to(wide(x.dtype)))
     return (groups.abs() > scales.unsqueeze(dim).to(groups.dtype) * codec.largest).sum()
 
@@ -151,6 +154,22 @@ def wide(dtype: torch.dtype) -> torch.dtype:
     return torch.float64 if dtype == torch.float64 else torch.float32
 
 
+def _check_shape(x: Tensor, codec: Codec) -> None:
+    if x.dim() != 4 or not x.is_floating_point():
+        raise ValueError(f"a codec takes floating-point (B, H_kv, S, D), not {x.dtype} {tuple(x.shape)}")
+    codec.check_width(x.shape[3])
+
+
+def _check_scales(scales: Tensor, x: Tensor, codec: Codec) -> None:
+    check_frozen(codec)
+    check_reach(scales)
+    *leading, groups = *x.shape[:3], x.shape[3] // (codec.group_size or x.shape[3])
+    fits = scales.dim() == 4 and scales.shape[3] == groups
+    if not fits or any(n not in (1, wanted) for n, wanted in zip(scales.shape, leading, strict=False)):
+        raise ValueError(f"static scales of shape {tuple(scales.shape)} do not fit {(*leading, groups)}, in which all "
+                         "but the last may be 1")  # fmt: skip
+
+
 def check_finite(x: Tensor, name: str) -> None:
     """Raise ValueError if `x` holds NaN or an infinity: one would take every number of its group along."""
     if bool((x - x).any()):
@@ -160,7 +179,9 @@ def check_finite(x: Tensor, name: str) -> None:
 def _affine_scales(groups: Tensor, dim: int, largest: float, dtype: torch.dtype, came_as: torch.dtype):
     low, high = groups.aminmax(dim=dim, keepdim=True)
     minima = low.to(dtype) if dtype == came_as else _rounded_down(low, dtype)
-    return _rounded_up((high - minima.to(groups.dtype)) / largest, largest, dtype), minima
+    # a minimum that ends above `low`, where its dtype ends, leaves no range: what lies below it is clamped
+    ranges = (high - minima.to(groups.dtype)).clamp_(min=0)
+    return _rounded_up(ranges / largest, largest, dtype), minima
 
 
 def _symmetric_scales(groups: Tensor, dim: int, codec: Codec, dtype: torch.dtype) -> Tensor:

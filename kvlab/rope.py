@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 SCALINGS = ("default", "linear", "llama3", "yarn")
+LARGEST = 1e15  # beyond it a config is wrong, and what is computed from it leaves the range of numbers
 _CHANGES = "its frequencies change with the length, so keys stored rotated would become wrong"
 _WHY_NOT = {"dynamic": _CHANGES, "longrope": _CHANGES}
 
@@ -40,7 +41,7 @@ def inverse_frequencies(
         )
     plain = 1.0 / theta ** (_arange(0, head_dim, 2) / head_dim)  # (D/2,)
     if kind == "linear":
-        return plain / _number(scaling, "factor"), 1.0
+        return plain / positive(scaling, "factor"), 1.0
     if kind == "llama3":
         return _llama3(plain, scaling, max_positions), 1.0
     if kind == "yarn":
@@ -77,7 +78,7 @@ def rotate_by(keys: Tensor, delta: Tensor | int, inv_freq: Tensor) -> Tensor:
 
 def _llama3(plain: Tensor, scaling: Mapping, max_positions: int | None) -> Tensor:
     """Llama 3.1: slow turns are stretched by `factor`, fast ones kept, those between blended."""
-    factor, low, high = (_number(scaling, key) for key in ("factor", "low_freq_factor", "high_freq_factor"))
+    factor, low, high = (positive(scaling, key) for key in ("factor", "low_freq_factor", "high_freq_factor"))
     if high <= low:
         raise ValueError(f"rope scaling 'llama3' needs high_freq_factor > low_freq_factor, got {high} and {low}")
     original = _original_positions(scaling, max_positions)
@@ -96,12 +97,12 @@ def _yarn(head_dim: int, theta: float, scaling: Mapping, max_positions: int | No
     original = _original_positions(scaling, max_positions)
     if scaling.get("factor") is None and max_positions:
         scaling = {**scaling, "factor": max_positions / original}
-    factor = _number(scaling, "factor")
+    factor = positive(scaling, "factor")
 
     def dimension_of(turns: float) -> float:  # which dimension turns so often over the original context
         return head_dim * math.log(original / (turns * 2 * math.pi)) / (2 * math.log(theta))
 
-    low, high = (dimension_of(_number(scaling, key, other)) for key, other in (("beta_fast", 32), ("beta_slow", 1)))
+    low, high = (dimension_of(positive(scaling, key, other)) for key, other in (("beta_fast", 32), ("beta_slow", 1)))
     if scaling.get("truncate", True):
         low, high = math.floor(low), math.ceil(high)
     low, high = max(low, 0), min(high, head_dim - 1)
@@ -119,9 +120,9 @@ def _yarn_attention_factor(scaling: Mapping, factor: float) -> float:
         return 1.0 if factor <= 1 else 0.1 * weight * math.log(factor) + 1.0
 
     if scaling.get("attention_factor") is not None:
-        return float(_number(scaling, "attention_factor"))
+        return float(positive(scaling, "attention_factor"))
     if scaling.get("mscale") and scaling.get("mscale_all_dim"):
-        return mscale(_number(scaling, "mscale")) / mscale(_number(scaling, "mscale_all_dim"))
+        return mscale(positive(scaling, "mscale")) / mscale(positive(scaling, "mscale_all_dim"))
     return mscale(1.0)
 
 
@@ -132,12 +133,12 @@ def _arange(*bounds: int) -> Tensor:
 
 def _original_positions(scaling: Mapping, max_positions: int | None) -> float:
     key = "original_max_position_embeddings"
-    return _number({key: max_positions, **{k: v for k, v in scaling.items() if k == key}}, key)
+    return positive({key: max_positions, **{k: v for k, v in scaling.items() if k == key}}, key)
 
 
-def _number(scaling: Mapping, key: str, default: float | None = None) -> float:
-    """A positive number under `key`; `default` where there is none, null or 0."""
+def positive(scaling: Mapping, key: str, default: float | None = None) -> float:
+    """The positive number under `key`; `default` where there is none, null or 0. Raises ValueError for others."""
     value = scaling.get(key) if default is None else scaling.get(key) or default
-    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < math.inf:
+    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < LARGEST:
         raise ValueError(f"rope scaling needs a positive number under {key!r}, got {value!r}")
     return value

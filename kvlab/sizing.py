@@ -168,6 +168,7 @@ def max_batch(
     config: ModelConfig, budget_bytes: int, context: int, dtype: str | None = None, mla_layout: str = "latent"
 ) -> int:
     """The most requests of `context` tokens whose caches fit in `budget_bytes`; 0 when not even one does."""
+    _check_budget(budget_bytes)
     return max(0, budget_bytes) // bytes_ideal(config, context, 1, dtype, mla_layout)
 
 
@@ -180,8 +181,10 @@ def max_context(
 ) -> int | None:
     """The longest context at which `batch` requests fit in `budget_bytes`; 0 when not even one token does.
 
-    None: memory sets no limit, because every layer holds a window only and all windows fit.
+    None: memory sets no limit, because every layer holds a window only and all windows fit. Beyond LARGEST nothing
+    is counted.
     """
+    _check_budget(budget_bytes)
     check_counts(batch=batch)
 
     def fits(context: int) -> bool:
@@ -190,12 +193,9 @@ def max_context(
     limits = [limit(config, kind) for kind in set(config.layer_types)]
     if None not in limits and fits(max(limits)):
         return None
-    low, high = (
-        0,
-        1,
-    )  # `low` fits (nothing is stored), `high` is tried next: bytes never shrink with the length
-    while fits(high):
-        low, high = high, 2 * high
+    low, high = 0, 1  # `low` fits (nothing is stored), `high` is tried next: bytes never shrink with the length
+    while high <= LARGEST and fits(high):
+        low, high = high, min(2 * high, LARGEST + 1)
     while high - low > 1:
         middle = (low + high) // 2
         low, high = (middle, high) if fits(middle) else (low, middle)
@@ -208,6 +208,11 @@ def _scheme(config: ModelConfig, dtype: str | None) -> Scheme:
 
 def _without_residual(scheme: Scheme) -> Scheme:
     return Scheme(scheme.name, scheme.bits, scheme.group_size, scheme.group_bytes, scheme.keys_along_tokens)
+
+
+def _check_budget(budget_bytes: int) -> None:
+    if type(budget_bytes) is not int:
+        raise SizingError(f"budget_bytes must be a whole number of bytes, not {budget_bytes!r}")
 
 
 def check_counts(**counts: int) -> None:

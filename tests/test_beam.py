@@ -163,6 +163,8 @@ def test_bad_input():
         beam_search(model, [1], build_cache(model.config), 2, max_new_tokens=0)
     with pytest.raises(ValueError, match="need 300 positions"):
         beam_search(model, [1] * 290, build_cache(model.config), 2, max_new_tokens=10)
+    with pytest.raises(ValueError, match="give a cache that stores"):
+        beam_search(model, [1], build_cache(model.config, "none"), 2)
     used = build_cache(model.config)
     beam_search(model, [1], used, 2, max_new_tokens=2)
     with pytest.raises(ValueError, match="this cache holds 2 rows"):

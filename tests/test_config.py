@@ -100,6 +100,8 @@ def test_older_names():
         "attn_config": {"kv_n_heads": 8},
     }
     assert ModelConfig.from_dict(mpt).num_key_value_heads == 8
+    one = {**mpt, "attn_config": {"attn_type": "multiquery_attention"}}
+    assert ModelConfig.from_dict(one).num_key_value_heads == 1
 
 
 def test_one_kv_head_where_the_config_says_multi_query():

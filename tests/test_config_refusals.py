@@ -52,6 +52,7 @@ def test_fields_that_say_no_are_not_refused():
     read(num_kv_shared_layers=0, is_encoder_decoder=False, index_topk=None)
     read(model_type="novel")  # plain fields: an unknown model of a known layout can be sized
     assert read(model_type="novel").cannot_run
+    read(model_type="minimax_m2", attn_type_list=[1] * 32)  # every layer is softmax attention
 
 
 @pytest.mark.parametrize(
@@ -149,6 +150,17 @@ def test_any_value_in_any_field_is_read_or_refused_in_one_line(field, value):
         ({"attention_bias": True}, "bias"),
         ({"mlp_bias": True}, "MLP"),
         ({"quantization_config": {"quant_method": "awq"}}, "quantised"),
+        (
+            {
+                "model_type": "deepseek_v3",
+                "kv_lora_rank": 16,
+                "qk_rope_head_dim": 8,
+                "qk_nope_head_dim": 8,
+                "v_head_dim": 8,
+                "rope_interleave": False,
+            },
+            "halves",
+        ),
         ({"vocab_size": "absent"}, "vocab_size"),
         ({"model_type": "phi3"}, "fused"),
     ],

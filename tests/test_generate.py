@@ -101,6 +101,12 @@ def test_a_seed_decides_what_is_sampled():
     [
         ([], 5, "the prompt is empty"),
         ([1], 0, "max_new_tokens must be at least 1, got 0"),
+        ([1], 2.5, "max_new_tokens must be at least 1, got 2.5"),
+        ([1], True, "got True"),
+        ([1, 2.5], 5, "whole numbers, not 2.5"),
+        ([True], 5, "whole numbers, not True"),
+        ("a text", 5, "whole numbers, not 'a': encode text first"),
+        (torch.tensor([1, 2]), 5, r"whole numbers, not tensor\(1\)"),
         ([1], -2, "got -2"),
         ([1, 61], 5, "token id 61 is outside tiny-gqa's vocabulary of 61"),
         ([1, -1], 5, "token id -1 is outside"),
@@ -112,6 +118,26 @@ def test_requests_that_cannot_be_served_are_refused_before_any_work(prompt, new,
         generate(tiny_model(), prompt, max_new_tokens=new)
     assert seen == []
     check_request(tiny_model(), [1] * 250, 6)
+
+
+def test_a_cache_that_stores_nothing_is_naive_decoding():
+    model = tiny_model()
+    expected = generate(model, PROMPT, None, max_new_tokens=6)
+    for cache in ("none", build_cache(model.config, "none")):
+        got = generate(model, PROMPT, cache, max_new_tokens=6)
+        assert got.token_ids == expected.token_ids and got.kv_rows == expected.kv_rows
+    nothing = build_cache(model.config, "none")
+    torch.testing.assert_close(prefill(model, PROMPT, nothing), naive(model, torch.tensor([PROMPT]))[:, -1])
+    with pytest.raises(ValueError, match="takes a prompt whole, not 3 tokens from 0 on"):
+        prefill(model, PROMPT, nothing, chunk=3)
+    with pytest.raises(ValueError, match="from 7 on"):
+        prefill(model, PROMPT, nothing, start=7)
+
+
+@pytest.mark.parametrize("chunk", [0, 2.5, True])
+def test_a_chunk_is_a_number_of_tokens(chunk):
+    with pytest.raises(ValueError, match=f"at least one token, got {chunk}"):
+        prefill(tiny_model(), PROMPT, build_cache(tiny_model().config), chunk)
 
 
 def test_an_unknown_cache_is_refused_by_name():
@@ -164,3 +190,5 @@ class TestCompiled:
             CompiledStep(model, build_cache(model.config, name))
         with pytest.raises(ValueError, match="got no cache"):
             generate(model, PROMPT, None, compile=True)
+        with pytest.raises(ValueError, match="needs a static cache, got NoCache"):
+            generate(model, PROMPT, build_cache(model.config, "none"), compile=True)

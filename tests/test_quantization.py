@@ -101,8 +101,9 @@ def test_ranges_of_one_ulp_come_back_exactly(codec, dtype, value):
 @every_codec
 @pytest.mark.parametrize("scale_dtype", [None, torch.float16, torch.bfloat16, torch.float32])
 @pytest.mark.parametrize("size", [1e5, 3e38, 1e-40])
-def test_extreme_ranges_stay_finite(codec, scale_dtype, size):
-    x = (numbers(1, 1, 8, 8).clamp(-1, 1) * size).to(torch.bfloat16)
+@pytest.mark.parametrize("shift", [0, -2])  # all negative: the minimum itself may lie beyond the scales' dtype
+def test_extreme_ranges_stay_finite(codec, scale_dtype, size, shift):
+    x = ((numbers(1, 1, 8, 8).clamp(-1, 1) + shift) / (1 - shift) * size).to(torch.bfloat16)
     quantized = quantize(x, replace(codec, scale_dtype=scale_dtype))
     assert all(bool(terms is None or terms.isfinite().all()) for terms in (quantized.scales, quantized.minima))
     assert all(bool(terms is None or terms.isfinite().all()) for terms in quantized.terms(torch.float32))
@@ -221,6 +222,38 @@ def test_calibration_on_zeros_gives_a_scale_that_works():
     scales = calibrate(torch.zeros(1, 2, 16, 8), Codec("e4m3"))
     assert scales.tolist() == [[[[1.0]], [[1.0]]]]
     assert bool(quantize(numbers(1, 2, 4, 8), Codec("e4m3"), scales).dequantize().isfinite().all())
+
+
+@pytest.mark.parametrize("value", [0.0, -1.0, float("nan"), float("inf")])
+def test_static_scales_that_no_number_can_be_divided_by(value):
+    with pytest.raises(ValueError, match=f"positive and finite, got {value}"):
+        quantize(numbers(1, 1, 8, 8), Codec("e4m3"), torch.full((1, 1, 1, 1), value))
+
+
+@pytest.mark.parametrize("shape", [(2,), (1, 3, 1, 1), (1, 2, 1, 2), (1, 2, 5, 1)])
+def test_static_scales_of_another_shape(shape):
+    with pytest.raises(ValueError, match=r"do not fit \(1, 2, 4, 1\)"):
+        quantize(numbers(1, 2, 4, 8), Codec("e4m3"), torch.ones(shape))
+
+
+@pytest.mark.parametrize(
+    ("samples", "words"),
+    [
+        (torch.full((1, 1, 4, 8), float("nan")), "NaN"),
+        (torch.full((1, 1, 4, 8), float("-inf")), "infinity"),
+        (torch.zeros(1, 1, 0, 8), "no numbers"),
+        (torch.zeros(4, 8), r"not torch.float32 \(4, 8\)"),
+    ],
+)
+def test_samples_that_give_no_scales(samples, words):
+    with pytest.raises(ValueError, match=words):
+        calibrate(samples, Codec("e4m3"))
+
+
+@pytest.mark.parametrize("x", [torch.zeros(1, 4, 8), torch.zeros(1, 1, 4, 8, dtype=torch.int32)])
+def test_what_is_no_tensor_of_numbers_is_refused(x):
+    with pytest.raises(ValueError, match="floating-point"):
+        quantize(x, Codec())
 
 
 @pytest.mark.parametrize("codec", [Codec(), Codec("e4m3", 8, 8, "tokens")])

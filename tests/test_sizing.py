@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from configs import tiny
-from kvlab.config import ModelConfig, resolve
+from kvlab.config import LARGEST, ModelConfig, resolve
 from kvlab.schemes import BLOCKS
 from kvlab.sizing import (
     GIB,
@@ -228,6 +228,20 @@ def test_counts_must_be_positive_whole_numbers(wrong):
         bytes_ideal(resolve("llama-3-8b"), **arguments)
     with pytest.raises(SizingError, match="block_size"):
         bytes_allocated(resolve("llama-3-8b"), 8, block_size=0)
+
+
+@pytest.mark.parametrize("budget", [1.5e9, float("nan"), float("inf"), True, "1"])
+def test_a_budget_is_a_whole_number_of_bytes(budget):
+    for most in (lambda c: max_batch(c, budget, 8), lambda c: max_context(c, budget)):
+        with pytest.raises(SizingError, match="budget_bytes must be a whole number of bytes"):
+            most(resolve("llama-3-8b"))
+
+
+def test_a_budget_beyond_all_counting_is_still_answered():
+    config = resolve("llama-3-8b")
+    assert max_context(config, 10**30) == LARGEST
+    assert max_context(config, LARGEST * 131_072) == LARGEST
+    assert max_context(config, LARGEST * 131_072 - 1) == LARGEST - 1
 
 
 def test_weights():

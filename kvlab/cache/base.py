@@ -99,8 +99,6 @@ class LayerCache(ABC):
 class NoCache(LayerCache):
     """Store nothing: the view is the fresh keys and values. This is naive decoding's cache."""
 
-    compilable = True
-
     def update(self, keys, values, step):
         return (DensePart(keys, values, step.positions[:, None], step.start),)
 
@@ -121,9 +119,11 @@ class KVCache:
     """One layer cache for each layer of a model, stepped together."""
 
     def __init__(self, layers: Sequence[LayerCache]):
-        if not layers:
-            raise ValueError("a KVCache needs at least one layer")
         self.layers = list(layers)
+        if not self.layers:
+            raise ValueError("a KVCache needs at least one layer")
+        if len({id(layer) for layer in self.layers}) < len(self.layers):  # [ContiguousCache()] * 30
+            raise ValueError("one layer cache stands in several places, which would mix their keys: make one for each")
 
     @property
     def exact(self) -> bool:

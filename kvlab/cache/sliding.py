@@ -26,11 +26,12 @@ class SlidingCache(DenseCache):
 
     def __init__(self, window: int, sinks: int = 0, imposed: bool = False):
         super().__init__()
-        if window < 1:
-            raise ValueError(f"a window must hold at least the query's own token, got {window}")
-        if sinks < 0 or (sinks and not imposed):
-            raise ValueError(f"sinks are counted from 0, and kept by an imposed window only, got {sinks}")
+        if type(window) is not int or window < 1:
+            raise ValueError(f"a window is a whole number and holds at least the query's own token, got {window!r}")
+        if type(sinks) is not int or sinks < 0 or (sinks and not imposed):
+            raise ValueError(f"sinks are counted from 0, and kept by an imposed window only, got {sinks!r}")
         self.window, self.sinks, self.imposed = window, sinks, imposed
+        self.before = max(window - 1, 1)  # tokens kept before a step: at least the one that tells a row's length
         self.exact = not imposed
         self.length = 0  # tokens seen while all rows agree and start at position 0
         self.uniform = True
@@ -43,7 +44,7 @@ class SlidingCache(DenseCache):
     def update(self, keys, values, step):
         self._check_like(keys, values, step)
         T = keys.shape[2]
-        self._fit(keys, values, self.window - 1 + T)
+        self._fit(keys, values, self.before + T)
         self.uniform = self.uniform and step.start == self.length
         one = self.uniform and T == 1  # decoding: a slice costs less than an index for every row
         if one:
@@ -102,14 +103,14 @@ class SlidingCache(DenseCache):
         if self.positions is None:
             return
         wanted = torch.tensor(lengths, device=self.positions.device)[:, None, None]
-        within = (self.positions > wanted - self.window) | (self.positions < self.sinks)
+        within = (self.positions >= wanted - self.before) | (self.positions < self.sinks)
         held = ((self.positions >= 0) & (self.positions < wanted) & within).sum((1, 2)).tolist()
         for row, (length, found) in enumerate(zip(lengths, held, strict=True)):
-            missing = min(length, self.window - 1 + min(self.sinks, max(0, length - self.window + 1))) - found
+            missing = min(length, self.before + min(self.sinks, max(0, length - self.before))) - found
             if missing > 0 and length < int(self._row_lengths()[row]):
                 raise CannotRewind(
-                    f"cannot rewind row {row} to {length} tokens: of the {self.window - 1} before it that the window "
-                    f"of {self.window} reads, {missing} are overwritten; recompute the row instead"
+                    f"cannot rewind row {row} to {length} tokens: of the {self.before} before it that a window of "
+                    f"{self.window} keeps, {missing} are overwritten; recompute the row instead"
                 )
 
     def rewind(self, lengths):

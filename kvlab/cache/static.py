@@ -21,8 +21,8 @@ class StaticCache(DenseCache):
 
     def __init__(self, capacity: int):
         super().__init__()
-        if capacity < 1:
-            raise ValueError(f"a static cache needs a capacity of at least one token, got {capacity}")
+        if type(capacity) is not int or capacity < 1:
+            raise ValueError(f"a static cache needs a whole capacity of at least one token, got {capacity!r}")
         self.limit = capacity
         self.cursor: torch.Tensor | None = None  # () int64
         self.start: int | None = None

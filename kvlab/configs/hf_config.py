@@ -29,7 +29,7 @@ NESTED = ("text_config", "language_config", "llm_config")
 SHARED_WITH_NESTED = ("dtype", "torch_dtype", "tie_word_embeddings", "bos_token_id", "eos_token_id",
                       "is_encoder_decoder", "quantization_config")  # fmt: skip
 FLAGS = ("use_sliding_window", "tie_word_embeddings", "attention_bias", "mlp_bias", "multi_query",
-         "new_decoder_architecture", "multi_query_attention", "is_encoder_decoder")  # fmt: skip
+         "new_decoder_architecture", "multi_query_attention", "is_encoder_decoder", "rope_interleave")  # fmt: skip
 
 
 def read(raw: Mapping, name: str) -> dict:
@@ -91,6 +91,8 @@ def with_plain_names(text: Mapping, name: str) -> dict:
     attention = plain.get("attn_config")
     if isinstance(attention, Mapping) and attention.get("kv_n_heads"):  # MPT, DBRX
         plain["num_key_value_heads"] = attention["kv_n_heads"]
+    elif isinstance(attention, Mapping) and attention.get("attn_type") == "multiquery_attention":  # MPT
+        plain["num_key_value_heads"] = 1
     return plain
 
 

@@ -38,8 +38,13 @@ def refuse_unknown_layouts(text: Mapping, name: str) -> None:
         if text.get(field):
             raise unknown(name, f"{field} {short(text[field])}", reason)
     for field, reason in families.REFUSED_UNLESS_LISTED.items():
-        if text.get(field) and not is_listed:
+        if text.get(field) and not is_listed and not _all_softmax(field, text[field]):
             raise unknown(name, f"{field} {short(text[field])}", reason)
+
+
+def _all_softmax(field: str, value: object) -> bool:
+    """MiniMax-M2 lists its layers as MiniMax-01 does, where 0 is a recurrent state and 1 attention: all are 1."""
+    return field == "attn_type_list" and isinstance(value, (list, tuple)) and all(kind == 1 for kind in value)
 
 
 def _refuse_encoders(text: Mapping, name: str) -> None:

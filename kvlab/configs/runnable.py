@@ -34,6 +34,7 @@ def why_not(config: ModelConfig, raw: Mapping) -> str | None:
         ),
         (config.hidden_act not in ("silu", "swish"), f"activation {config.hidden_act!r}, not silu"),
         (config.partial_rotary_factor != 1, "only part of each head is rotated"),
+        (config.is_mla and text.get("rope_interleave") is False, "RoPE over halves, not neighbours, in MLA"),
         (scaling not in ROPE_TYPES, f"RoPE scaling {scaling!r}"),
         (config.head_dim % 2 == 1, f"RoPE needs an even head_dim, not {config.head_dim}"),
         (config.attention_bias and config.model_type != "qwen2", "a bias on the output projection"),

@@ -25,7 +25,7 @@ from torch.nn import functional as F
 from kvlab.attention import DensePart, Step, View, attend
 from kvlab.cache.base import LayerCache
 from kvlab.config import ModelConfig
-from kvlab.rope import rotate
+from kvlab.rope import positive, rotate
 
 LAYOUTS = ("absorbed", "unabsorbed", "expanded")
 
@@ -35,6 +35,8 @@ class LatentAttention(nn.Module):
 
     def __init__(self, config: ModelConfig, layer: int, layout: str = "absorbed"):
         super().__init__()
+        if (config.rope_scaling or {}).get("mscale_all_dim"):  # then both are part of the softmax scale
+            positive(config.rope_scaling, "factor"), positive(config.rope_scaling, "mscale_all_dim")
         hidden, self.heads = config.hidden_size, config.num_attention_heads
         self.rank, self.rope_dim = config.kv_lora_rank, config.qk_rope_head_dim
         self.nope_dim, self.value_dim = config.qk_nope_head_dim, config.v_head_dim

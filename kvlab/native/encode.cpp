@@ -39,7 +39,7 @@ static void encode_row(const float* numbers, const Rows& into, uint8_t* codes, b
         const auto [low, high] = std::minmax_element(numbers + first, numbers + first + into.channels);
         minima[i] = rounded_down(*low);
         const float minimum = widen(minima[i]);
-        scales[i] = rounded_up((*high - minimum) / largest, largest);
+        scales[i] = rounded_up(std::max(*high - minimum, 0.f) / largest, largest);
         const float scale = widen(scales[i]);
         for (int64_t d = first; d < first + into.channels; ++d) {
             const float level = std::clamp(std::rint((numbers[d] - minimum) / scale), 0.f, largest);

@@ -117,3 +117,11 @@ def test_keys_and_values_fit_the_step_and_each_other(cache, keys, values, words)
     with pytest.raises(ValueError, match="do not fit keys"):
         cache.layers[0].update(torch.ones(2, 3, 1, 4), torch.ones(2, 3, 1, 4).half(), step)
     assert state(cache) == before
+
+
+@pytest.mark.parametrize("layers", [[ContiguousCache()] * 3, iter([StaticCache(4)] * 2)])
+def test_one_layer_cache_cannot_stand_for_several(layers):
+    with pytest.raises(ValueError, match="make one for each"):
+        KVCache(layers)
+    with pytest.raises(ValueError, match="at least one layer"):
+        KVCache(iter(()))

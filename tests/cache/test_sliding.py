@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from kvlab.attention import Step, attend, visible
-from kvlab.cache.base import CannotRewind
+from kvlab.cache.base import CannotRewind, KVCache
 from kvlab.cache.sliding import SlidingCache
 
 
@@ -164,7 +164,26 @@ def test_sinks_do_not_count_for_the_window_that_a_rewind_needs():
     cache.rewind([11])
 
 
-@pytest.mark.parametrize(("facts", "words"), [((4, -1, True), "got -1"), ((4, 2, False), "imposed window only, got 2")])
-def test_sinks_that_cannot_be(facts, words):
+def test_a_window_of_one_token_still_knows_how_long_its_rows_are():
+    cache = SlidingCache(1)
+    for position in range(10):
+        feed(cache, position, 1)
+    KVCache([cache]).rewind([9])
+    with pytest.raises(ValueError, match="row 0 holds tokens up to position 8, so position 3 cannot follow"):
+        KVCache([cache]).begin(torch.tensor([[3]]))
+    with pytest.raises(CannotRewind, match="to 8 tokens: of the 1 before it that a window of 1 keeps, 1 are overw"):
+        cache.rewind([8])
+    feed(cache, 9, 1)
+    assert live(cache) == [9]
+
+
+@pytest.mark.parametrize(
+    ("facts", "words"),
+    [
+        ((4, -1, True), "got -1"), ((4, 2, False), "imposed window only, got 2"), ((4, 1.5, True), "got 1.5"),
+        ((2.5,), "whole number .* got 2.5"), ((True,), "got True"), (("4",), "got '4'"),
+    ],
+)  # fmt: skip
+def test_windows_and_sinks_that_cannot_be(facts, words):
     with pytest.raises(ValueError, match=words):
         SlidingCache(*facts)

@@ -46,7 +46,7 @@ def test_reset_keeps_the_buffers_a_graph_may_hold():
     assert where == [layer.keys.data_ptr() for layer in cache.layers]
 
 
-@pytest.mark.parametrize("capacity", [0, -3])
+@pytest.mark.parametrize("capacity", [0, -3, 2.5, True, "8"])
 def test_a_capacity_of_nothing_is_refused(capacity):
-    with pytest.raises(ValueError, match=f"at least one token, got {capacity}"):
+    with pytest.raises(ValueError, match=f"at least one token, got {capacity!r}"):
         StaticCache(capacity)

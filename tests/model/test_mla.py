@@ -23,6 +23,17 @@ def with_layout(layout: str, dtype=torch.float32) -> Transformer:
     return model
 
 
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [({"factor": None}, "'factor', got None"), ({"factor": "8"}, "'factor', got '8'"),
+     ({"mscale_all_dim": "1"}, "'mscale_all_dim', got '1'"), ({"mscale_all_dim": 1e308}, "got 1e.308")],
+)  # fmt: skip
+def test_a_scaling_that_the_softmax_cannot_take_is_refused(change, words):
+    scaling = {"rope_type": "linear", "factor": 8.0, "mscale_all_dim": 1.0, **change}
+    with pytest.raises(ValueError, match=words):
+        Transformer(replace(tiny_config("mla"), rope_scaling=scaling))
+
+
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_layouts_agree_without_and_with_a_cache(layout):
     model, ids = with_layout(layout), tokens(2, 20)

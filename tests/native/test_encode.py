@@ -69,13 +69,15 @@ def test_numbers_of_any_size(codec, dtype, data):
 @every_codec
 @every_dtype
 @pytest.mark.parametrize(
-    "case", ["zeros", "constant", "all of the range", "one float apart", "halfway", "a tie", "subnormal"]
+    "case", ["zeros", "constant", "lowest", "all of the range", "one float apart", "halfway", "a tie", "subnormal"]
 )
 def test_rows_at_the_edge(codec, dtype, case):
     info, x = torch.finfo(dtype), torch.zeros(1, 2, 1, 64, dtype=dtype)
     match case:
         case "constant":
             x += -1.37
+        case "lowest":  # in fp32 below every bf16 minimum
+            x += -info.max
         case "all of the range":
             x[..., ::2], x[..., 1::2] = info.max, -info.max
         case "one float apart":
