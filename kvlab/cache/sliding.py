@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from kvlab.attention import EMPTY, View
+from kvlab.attention import EMPTY, Step, View
 from kvlab.cache.base import CannotRewind
 from kvlab.cache.dense import DenseCache
 from kvlab.cache.kept import KeptPart
@@ -26,14 +26,17 @@ class SlidingCache(DenseCache):
 
     def __init__(self, window: int, sinks: int = 0, imposed: bool = False):
         super().__init__()
-        if window < 1:
-            raise ValueError(f"a window must hold at least the query's own token, got {window}")
-        if sinks < 0 or (sinks and not imposed):
-            raise ValueError(f"sinks are counted from 0, and kept by an imposed window only, got {sinks}")
+        if type(window) is not int or window < 1:
+            raise ValueError(f"a window must hold at least the query's own token, got {window!r}")
+        if type(sinks) is not int or sinks < 0 or (sinks and not imposed):
+            raise ValueError(f"sinks are counted from 0, and kept by an imposed window only, got {sinks!r}")
+        if window + sinks > 2**31 - 1:
+            raise ValueError(f"{sinks} sinks and a window of {window} are more than the 2^31 - 1 positions there are")
         self.window, self.sinks, self.imposed = window, sinks, imposed
         self.exact = not imposed
         self.length = 0  # tokens seen while all rows agree and start at position 0
         self.uniform = True
+        self.rewound: list[int] | None = None  # what rows held after the last rewind; a window of 1 reads none of it
 
     @property
     def ring(self) -> int:
@@ -43,7 +46,7 @@ class SlidingCache(DenseCache):
     def update(self, keys, values, step):
         self._check_like(keys, values, step)
         T = keys.shape[2]
-        self._fit(keys, values, self.window - 1 + T)
+        self._fit(keys, values, self.window - 1 + _span(step))
         self.uniform = self.uniform and step.start == self.length
         one = self.uniform and T == 1  # decoding: a slice costs less than an index for every row
         if one:
@@ -57,6 +60,8 @@ class SlidingCache(DenseCache):
             if stored is not None:
                 stored[where] = new if one else new.transpose(1, 2)  # (B, T, H_kv, D)
         self.length += T
+        if not self.uniform:  # columns are not positions there: padding counts too much, a gap too little
+            self.length = max(self.length, int(step.positions.max()) + 1)
         return self._view(T)
 
     def _ring_slot(self, position):
@@ -97,6 +102,10 @@ class SlidingCache(DenseCache):
             new.scatter_(2, slots[..., None].expand_as(before), before)
             new[:, :, -1] = 0.0  # what old EMPTY slots wrote there
 
+    def _row_lengths(self):
+        held = super()._row_lengths()
+        return held if self.rewound is None else held.maximum(torch.tensor(self.rewound, device=held.device))
+
     def check_rewind(self, lengths):
         super().check_rewind(lengths)
         if self.positions is None:
@@ -116,16 +125,31 @@ class SlidingCache(DenseCache):
         self.check_rewind(lengths)
         self._forget(lengths)
         if self.positions is not None:
-            self.uniform = self.uniform and len(set(lengths)) == 1
+            self.uniform, self.rewound = self.uniform and len(set(lengths)) == 1, list(lengths)
             self.length = int(self._row_lengths().max())
+
+    def reorder(self, rows):
+        super().reorder(rows)
+        if self.rewound is not None:
+            self.rewound = [self.rewound[row] for row in rows.tolist()]
 
     def exchange(self, move):
         self._exchange(move, self.capacity)
 
     def reset(self):
         super().reset()
-        self.length, self.uniform = 0, True
+        self.length, self.uniform, self.rewound = 0, True, None
 
     def _live(self):
         newest = self.positions.amax(2, keepdim=True)  # (B, 1, 1)
         return (self.positions >= 0) & ((self.positions > newest - self.window) | (self.positions < self.sinks))
+
+
+def _span(step: Step) -> int:
+    """Positions from a row's first token to its last: with gaps they are more than its tokens."""
+    at = step.positions
+    T = at.shape[1]
+    if step.start is not None or T == 1:
+        return T
+    first = at.masked_fill(at < 0, 2**31 - 1).amin(1)  # (B,)
+    return max(T, int((at.amax(1) - first).max()) + 1)
