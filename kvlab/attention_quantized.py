@@ -32,7 +32,7 @@ class QuantizedPart:
 
     keys         (B, H_kv, S, D_i), block beside block: their widths D_i add up to D_k
     values       the same for D_v, or None where keys are values too (MLA)
-    positions    (B, 1, S) integer, EMPTY for unused slots
+    positions    (B, 1 | H_kv, S) integer, EMPTY for unused slots
     start        slot i of every row holds position start + i; None when that is not known
     value_width  columns of the output to keep; None keeps all
     """

@@ -153,7 +153,12 @@ class KVCache:
         """How to cut the T columns of (B, T) positions into steps: their sizes, none above `longest`.
 
         Caches that decide what to keep at fixed positions refuse steps that cross one, in any row.
+        Raises ValueError for positions of no tokens, and for steps that could hold none.
         """
+        if positions.dim() != 2 or not positions.shape[1]:
+            raise ValueError(f"positions must be (B, T) with at least one token, got shape {tuple(positions.shape)}")
+        if longest is not None and (type(longest) is not int or longest < 1):
+            raise ValueError(f"the longest step holds a whole number of tokens and at least 1, got {longest!r}")
         newest = positions.cummax(1).values  # padding stays where its row stands
         crossed = torch.zeros_like(newest[:, 1:], dtype=torch.bool)
         for stride in {layer.stride for layer in self.layers if layer.stride is not None}:
@@ -197,6 +202,19 @@ def whole_lengths(lengths: Sequence[int] | Tensor) -> list[int]:
     if not isinstance(found, Sequence) or any(type(length) is not int for length in found):
         raise ValueError(f"lengths must be a list of whole numbers, one for each row, got {found!r}")
     return list(found)
+
+
+def prompt_ends(step: Step) -> list[bool]:
+    """The rows whose prompt ends in a step; raises ValueError where that is not said of each row."""
+    ends, B = step.prompt_ends, len(step.positions)
+    if ends is None:
+        raise ValueError(
+            "this cache decides where a prompt ends: say in which rows one does, KVCache.begin(positions, rows)"
+        )
+    if not isinstance(ends, Tensor) or ends.dtype != torch.bool or ends.shape != (B,):
+        found = f"{ends.dtype} {tuple(ends.shape)}" if isinstance(ends, Tensor) else repr(ends)
+        raise ValueError(f"which prompts end is a bool tensor with one entry for each of {B} rows, got {found}")
+    return ends.tolist()
 
 
 def row_numbers(rows: Sequence[int] | Tensor) -> Tensor:

@@ -25,12 +25,15 @@ class Budget:
     def __post_init__(self):
         if (self.tokens is None) == (self.share is None):
             raise ValueError(f"a budget is either tokens or a share, got tokens {self.tokens} and share {self.share}")
-        if self.share is not None and not 0 < self.share <= 1:
-            raise ValueError(f"a share of the tokens lies above 0 and is 1 at most, got {float(self.share):g}")
+        if self.share is not None:
+            is_number = type(self.share) is not bool and isinstance(self.share, int | float | Fraction)
+            if not is_number or not 0 < self.share <= 1:
+                shown = float(self.share) if isinstance(self.share, Fraction) else self.share
+                raise ValueError(f"a share of the tokens lies above 0 and is 1 at most, got {shown!r}")
         if self.tokens is not None and (type(self.tokens) is not int or self.tokens < 1):
             raise ValueError(f"a budget keeps a whole number of tokens and at least 1, got {self.tokens}")
-        if self.sinks < 0 or self.recent < 0:
-            raise ValueError(f"sinks and recent tokens are counted from 0, got {self.sinks} and {self.recent}")
+        if any(type(count) is not int or count < 0 for count in (self.sinks, self.recent)):
+            raise ValueError(f"sinks and recent tokens are counted from 0, got {self.sinks!r} and {self.recent!r}")
         if self.tokens is not None and self.protected > self.tokens:
             raise ValueError(
                 f"a budget of {self.tokens} tokens cannot hold {self.sinks} sinks and {self.recent} recent tokens: "
@@ -54,9 +57,10 @@ def pyramid(tokens: int, layers: int, protected: int = 0, steepness: int = 20) -
     """A budget for each layer, falling from the first to the last, as many in all as `layers` x `tokens`.
 
     What is not protected falls linearly to 1/steepness of its mean (PyramidKV, Cai et al. 2024, arXiv:2406.02069).
-    Raises ValueError where the protected tokens do not fit into the mean.
+    Raises ValueError where the protected tokens do not fit into the mean, or a count is no whole number.
     """
-    if protected > tokens or steepness < 1 or layers < 1:
+    whole = all(type(count) is int for count in (tokens, layers, protected))
+    if not whole or tokens < 1 or not 0 <= protected <= tokens or layers < 1 or steepness < 1:
         raise ValueError(f"no pyramid of {layers} layers, {tokens} tokens on average, {protected} of them protected, "
                          f"and steepness {steepness}")  # fmt: skip
     free = Fraction(tokens - protected)

@@ -10,7 +10,7 @@ from kvlab.cache.contiguous import ContiguousCache
 from kvlab.cache.offloaded import OffloadedKVCache
 from kvlab.cache.paged import layer_groups, paged_layers
 from kvlab.cache.paged_rows import PagedKVCache
-from kvlab.cache.plans import FAMILIES, parse
+from kvlab.cache.plans import FAMILIES, ScoredPlan, parse
 from kvlab.cache.quantized import QuantizedCache
 from kvlab.cache.sliding import SlidingCache
 from kvlab.cache.static import StaticCache
@@ -93,7 +93,7 @@ def _quantized_cache(config: ModelConfig, name: str) -> QuantizedCache:
 def check_name(name: str) -> None:
     """Raise ValueError for a cache that does not exist."""
     if name.startswith("offloaded-"):
-        return check_name(_inner(name))
+        return _check_offloaded(name)
     if name.startswith("paged-"):
         pool_format(name.removeprefix("paged-"))
         return
@@ -101,6 +101,15 @@ def check_name(name: str) -> None:
         raise ValueError(
             f"unknown cache {name!r}; kvlab has {', '.join(CACHES)}, int4-g64, kivi2-g32-r128, ..., "
             f"{', '.join(FAMILIES)}"
+        )
+
+
+def _check_offloaded(name: str) -> None:
+    check_name(_inner(name))
+    if isinstance(parse(_inner(name)), ScoredPlan):
+        raise ValueError(
+            f"{name}: a cache that evicts by score cannot be offloaded, its tensors must stay where they are: use "
+            f"{_inner(name)}, or offload a window such as offloaded-sinks4-252"
         )
 
 

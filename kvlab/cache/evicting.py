@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from kvlab.attention import Step
-from kvlab.cache.base import Bytes, CannotRewind, LayerCache, spans_of
+from kvlab.cache.base import Bytes, CannotRewind, LayerCache, prompt_ends, spans_of
 from kvlab.cache.budgets import Budget
 from kvlab.cache.contiguous import continued
 from kvlab.cache.dense import DenseCache, check_like
@@ -77,8 +77,8 @@ class EvictingCache(LayerCache):
     ):
         if isinstance(method, str) and method not in METHODS:
             raise ValueError(f"no eviction method {method!r}: {', '.join(METHODS)}")
-        if stride < 1:
-            raise ValueError(f"decisions lie at least one position apart, got a stride of {stride}")
+        if type(stride) is not int or stride < 1:
+            raise ValueError(f"decisions lie at least one position apart, got a stride of {stride!r}")
         self.method = METHODS[method] if isinstance(method, str) else method
         self.budget, self.stride, self.whole_prompt, self.seed = budget, stride, whole_prompt, seed
         self.form = form or PlainRows()
@@ -125,7 +125,7 @@ class EvictingCache(LayerCache):
         return (self.slots.part(self.start, bounds),)
 
     def _advance(self, spans, step: Step) -> None:
-        ends = step.prompt_ends.tolist() if self.whole_prompt else [False] * len(spans)
+        ends = prompt_ends(step) if self.whole_prompt else [False] * len(spans)
         for row, span, end in zip(self.rows, spans, ends, strict=True):
             row.length = row.length if span is None else span[1] + 1
             row.ended = row.length if end else row.ended
@@ -195,10 +195,8 @@ class EvictingCache(LayerCache):
 
     def check(self, step):
         """Raise ValueError for a step that crosses a decision, or that does not say whether a prompt ends in it."""
-        if self.whole_prompt and step.prompt_ends is None:
-            raise ValueError(
-                "this cache decides where a prompt ends: say in which rows one does, KVCache.begin(positions, rows)"
-            )
+        if self.whole_prompt:
+            prompt_ends(step)
         for row, span in enumerate(spans_of(step)):
             if span is not None and span[0] // self.stride != span[1] // self.stride:
                 raise ValueError(
@@ -215,7 +213,7 @@ class EvictingCache(LayerCache):
 
     def check_rewind(self, lengths):
         DenseCache.check_rewind(self, lengths)
-        for index, (row, length) in enumerate(zip(self.rows, lengths, strict=True)):
+        for index, (row, length) in enumerate(zip(self.rows, lengths, strict=bool(self.rows))):
             if length < row.settled:
                 raise CannotRewind(
                     f"cannot rewind row {index} to {length} tokens: at {row.settled} it was decided what to keep of "

@@ -16,6 +16,7 @@ from kvlab.attention import fold, visible
 
 TILE = 64  # remembered queries that are asked at once: the scratch memory is (B, H, TILE, S), however many there are
 NEIGHBOURS = 5  # SnapKV's pooling kernel
+ASKS = ("none", "last", "recent", "all")
 
 
 @dataclass(frozen=True)
@@ -134,6 +135,10 @@ class Method:
     score: Callable[[Evidence], Tensor]
     asks: str = "none"
     adds: Callable[[Evidence], Tensor] | None = None
+
+    def __post_init__(self):
+        if self.asks not in ASKS:
+            raise ValueError(f"a method asks {', '.join(ASKS)} of its queries, not {self.asks!r}")
 
 
 def shared(method: Method) -> Method:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from kvlab.attention import EMPTY, View
+from kvlab.attention import EMPTY, Step, View
 from kvlab.cache.base import CannotRewind
 from kvlab.cache.dense import DenseCache
 from kvlab.cache.kept import KeptPart
@@ -30,6 +30,8 @@ class SlidingCache(DenseCache):
             raise ValueError(f"a window is a whole number and holds at least the query's own token, got {window!r}")
         if type(sinks) is not int or sinks < 0 or (sinks and not imposed):
             raise ValueError(f"sinks are counted from 0, and kept by an imposed window only, got {sinks!r}")
+        if window + sinks > 2**31 - 1:
+            raise ValueError(f"{sinks} sinks and a window of {window} are more than the 2^31 - 1 positions there are")
         self.window, self.sinks, self.imposed = window, sinks, imposed
         self.before = max(window - 1, 1)  # tokens kept before a step: at least the one that tells a row's length
         self.exact = not imposed
@@ -44,7 +46,7 @@ class SlidingCache(DenseCache):
     def update(self, keys, values, step):
         self._check_like(keys, values, step)
         T = keys.shape[2]
-        self._fit(keys, values, self.before + T)
+        self._fit(keys, values, self.before + _span(step))
         self.uniform = self.uniform and step.start == self.length
         one = self.uniform and T == 1  # decoding: a slice costs less than an index for every row
         if one:
@@ -58,6 +60,8 @@ class SlidingCache(DenseCache):
             if stored is not None:
                 stored[where] = new if one else new.transpose(1, 2)  # (B, T, H_kv, D)
         self.length += T
+        if not self.uniform:  # columns are not positions there: padding counts too much, a gap too little
+            self.length = max(self.length, int(step.positions.max()) + 1)
         return self._view(T)
 
     def _ring_slot(self, position):
@@ -130,3 +134,13 @@ class SlidingCache(DenseCache):
     def _live(self):
         newest = self.positions.amax(2, keepdim=True)  # (B, 1, 1)
         return (self.positions >= 0) & ((self.positions > newest - self.window) | (self.positions < self.sinks))
+
+
+def _span(step: Step) -> int:
+    """Positions from a row's first token to its last: with gaps they are more than its tokens."""
+    at = step.positions
+    T = at.shape[1]
+    if step.start is not None or T == 1:
+        return T
+    first = at.masked_fill(at < 0, 2**31 - 1).amin(1)  # (B,)
+    return max(T, int((at.amax(1) - first).max()) + 1)

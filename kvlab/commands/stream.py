@@ -23,10 +23,8 @@ def stream(
     json: Json = False,
 ) -> None:
     """Decode a long stream of random tokens through one random layer, with each CACHE."""
-    from kvlab.cache.build import check_name
-
     for name in caches:
-        check_name(name)
+        check_cache(name)
     if tokens < 1 or stretch < 1:
         raise typer.BadParameter(f"a stream and a stretch hold at least one token, got {tokens} and {stretch}")
     import torch
@@ -41,6 +39,8 @@ def stream(
     if dtype not in DTYPES:
         raise typer.BadParameter(f"give {', '.join(DTYPES)}, not {dtype}", param_hint="--dtype")
     model = one_layer(resolve(shape), DTYPES[dtype])
+    for name in caches:
+        build_cache(model.config, name, tokens)  # what this shape cannot have is refused before anything streams
     rows = {}
     for name in caches:
         with tqdm(total=tokens, desc=name, disable=not sys.stderr.isatty()) as bar:
@@ -52,6 +52,19 @@ def stream(
         "caches": {name: [asdict(part) for part in parts] for name, parts in rows.items()},
     }  # fmt: skip
     print_json(answer) if json else show(answer)
+
+
+def check_cache(name: str) -> None:
+    """Raise ValueError or BadParameter for a cache that does not exist, or that a stream cannot fill."""
+    from kvlab.cache.build import check_name
+    from kvlab.cache.plans import ScoredPlan, parse
+
+    check_name(name)
+    if name == "none":
+        raise typer.BadParameter("none stores nothing, so no step sees the stream before it: name a cache that stores")
+    plan = parse(name)
+    if isinstance(plan, ScoredPlan) and plan.whole_prompt:
+        raise typer.BadParameter(f"{name} decides where a prompt ends, and a stream has none: leave out -prompt")
 
 
 def show(answer: dict) -> None:

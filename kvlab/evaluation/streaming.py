@@ -196,8 +196,8 @@ def measured(
 
     `work` is a file that keeps the rows so far. The contiguous cache streams too: it is what is not flat.
     """
-    threads = torch.get_num_threads()
-    kept = Results(work, {"measure": "streaming", "shape": model.config.name, "tokens": tokens, "threads": threads})
+    facts = {"measure": "streaming", "shape": model.config.name, "tokens": tokens, "threads": torch.get_num_threads()}
+    kept = Results(work, {**facts, "dtype": str(model.model.embed_tokens.weight.dtype), "names": list(names)})
 
     def once(id: str, measure: Callable[[], list]) -> list[dict]:
         if id not in kept.rows:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Callable, Iterator, Sequence
+from hashlib import sha256
 from pathlib import Path
 
 import torch
@@ -57,8 +58,9 @@ def stream_rows(
     The tokens are fed `chunk` at a time. Windows and sinks are decided by position, so that changes nothing. The last
     id is predicted and not fed. `work` is a folder that keeps what was done; `tick` is called with tokens.
     """
+    text = sha256(",".join(map(str, ids)).encode()).hexdigest()[:16]
     facts = {"measure": "stream", "model": loaded.config.name, "dtype": loaded.dtype, "tokens": len(ids) - 1,
-             "stretch": stretch}  # fmt: skip
+             "stretch": stretch, "text": text}  # fmt: skip
     kept = Results(work and work / "stream.jsonl", facts)
     for name in names:
         if name not in kept.rows:

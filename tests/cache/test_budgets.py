@@ -52,7 +52,13 @@ def test_tokens_are_tokens():
         ({"share": -0.1}, "got -0.1"),
         ({"share": float("nan")}, "got nan"),
         ({"tokens": 7, "sinks": 4, "recent": 4}, "7 tokens cannot hold 4 sinks and 4 recent tokens: give at least 8"),
+        ({"share": True}, "got True"),
+        ({"share": "0.5"}, "got '0.5'"),
+        ({"share": 1.0000001}, "got 1.0000001"),
         ({"tokens": 7, "sinks": -1}, "counted from 0, got -1"),
+        ({"tokens": 7, "sinks": 1.5}, "counted from 0, got 1.5"),
+        ({"tokens": 7, "recent": "2"}, "counted from 0, got 0 and '2'"),
+        ({"tokens": 7, "recent": float("nan")}, "got 0 and nan"),
     ],
 )
 def test_budgets_that_are_none(facts, words):
@@ -76,7 +82,7 @@ def test_a_pyramid_of_round_numbers():
     assert pyramid(100, 1) == [100] and pyramid(100, 3, steepness=1) == [100, 100, 100]
 
 
-@pytest.mark.parametrize("facts", [(4, 3, 5), (4, 0), (4, 3, 0, 0)])
+@pytest.mark.parametrize("facts", [(4, 3, 5), (4, 0), (4, 3, 0, 0), (0, 4), (12.5, 4), (12, 4.0), (12, 3, -2)])
 def test_pyramids_that_cannot_be(facts):
     with pytest.raises(ValueError, match="no pyramid of"):
         pyramid(*facts)

@@ -396,6 +396,15 @@ def test_cut_steps_cross_no_decision_and_are_as_long_as_they_may(starts, T, long
     assert KVCache([ContiguousCache()]).cut(positions) == [T]
 
 
+@pytest.mark.parametrize(
+    ("longest", "T", "words"),
+    [(0, 3, "at least 1, got 0"), (-1, 3, "got -1"), (2.5, 3, "got 2.5"), (None, 0, "at least one token")],
+)
+def test_steps_that_hold_nothing_are_not_cut(longest, T, words):
+    with pytest.raises(ValueError, match=words):
+        KVCache([evicting()]).cut(torch.arange(T)[None], longest)
+
+
 def test_a_cache_that_never_sees_queries_says_so():
     layer, cache = Layer(8), evicting()
     step = Step.plan(torch.arange(4, dtype=torch.int32)[None])
@@ -433,6 +442,16 @@ def test_a_prompt_kept_whole_must_end():
     assert cache.bytes().total == 0
 
 
+@pytest.mark.parametrize(
+    "ends", [torch.tensor([True]), torch.tensor([[False], [False]]), torch.tensor([0, 1]), [True, False]]
+)
+def test_which_prompts_end_is_said_of_each_row(ends):
+    cache = evicting(whole_prompt=True)
+    with pytest.raises(ValueError, match="which prompts end is a bool tensor with one entry for each of 2 rows, got"):
+        Layer(3, batch=2).feed(cache, [3], prompt_ends=ends)
+    assert cache.bytes().total == 0
+
+
 def test_codes_refuse_what_cannot_be_quantised_and_stay_as_they_were():
     layer, cache = Layer(9), evicting(form=CodedRows(INT8, INT8))
     layer.feed(cache, [4, 4])
@@ -448,6 +467,8 @@ def test_codes_refuse_what_cannot_be_quantised_and_stay_as_they_were():
     [
         (lambda: evicting("h20"), "no eviction method 'h20': recent, random, keynorm, tova, snapkv, h2o, h2o-mean"),
         (lambda: evicting(stride=0), "at least one position apart, got a stride of 0"),
+        (lambda: evicting(stride=2.5), "at least one position apart, got a stride of 2.5"),
+        (lambda: Method(METHODS["recent"].score, "some"), "asks none, last, recent, all of its queries, not 'some'"),
         (lambda: evicting("snapkv", Budget(tokens=8)), "the recent window: give at least 1 recent token"),
         (lambda: CodedRows(Codec("affine", 2, 4, "tokens"), INT8), "KIVI.* share scales"),
     ],
@@ -463,6 +484,13 @@ def test_windows_and_budgets_of_one_token_work():
         assert layer.feed(cache, cut([9])).isfinite().all()
         cache.rewind([8])
         assert [len(head) for head in held(cache)] == [1, 1]
+
+
+def test_an_empty_cache_is_rewound_to_nothing():
+    cache = KVCache([evicting()])
+    cache.rewind([0, 0])
+    with pytest.raises(ValueError, match="cannot rewind row 1 to 2 tokens: it holds 0"):
+        cache.rewind([0, 2])
 
 
 def test_rewinding_ends_at_the_last_decision():

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from kvlab.cache.base import KVCache, NoCache
-from kvlab.cache.build import build_cache
+from kvlab.cache.build import build_cache, check_name
 from kvlab.cache.contiguous import ContiguousCache
 from kvlab.cache.link import ThreadLink
 from kvlab.cache.offloaded import OffloadedCache, OffloadedKVCache, contents
@@ -208,5 +208,7 @@ def test_offloaded_caches_have_names():
     assert type(build_cache(tiny_config(), "offloaded-int4-g4").layers[0].inner) is QuantizedCache
     with pytest.raises(ValueError, match="unknown cache 'treasure'"):
         build_cache(tiny_config(), "offloaded-treasure")
+    with pytest.raises(ValueError, match="offloaded-h2o-8: a cache that evicts by score cannot be offloaded"):
+        check_name("offloaded-h2o-8")  # by its name alone, before a model is loaded
     with pytest.raises(ValueError, match="StaticCache cannot be offloaded"):
         build_cache(tiny_config(), "offloaded-static", 8)

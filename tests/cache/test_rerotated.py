@@ -154,6 +154,14 @@ def test_a_draft_that_moved_the_window_for_the_first_time_can_be_taken_back():
     torch.testing.assert_close(stream.feed(streamed, [1] * 9, 11), stream.expected(11, 20), atol=1e-6, rtol=1e-6)
 
 
+def test_after_a_rewind_a_window_of_one_knows_how_far_it_has_moved():
+    stream, one = Stream(12), RerotatedCache(1, 1, FREQUENCIES)
+    stream.feed(one, [1] * 10)
+    one.rewind([8])
+    again = stream.feed(one, [1, 1], 8)
+    torch.testing.assert_close(again, stream.feed(RerotatedCache(1, 1, FREQUENCIES), [10])[:, :, 8:])
+
+
 def test_a_refused_rewind_changes_nothing():
     stream, streamed = Stream(40), cache()
     stream.feed(streamed, [1] * 30)

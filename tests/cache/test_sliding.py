@@ -164,6 +164,22 @@ def test_sinks_do_not_count_for_the_window_that_a_rewind_needs():
     cache.rewind([11])
 
 
+@pytest.mark.parametrize("sizes", [[7], [2, 5], [3, 3, 1], [1] * 7])
+def test_gaps_in_a_step_overwrite_nothing_that_the_step_reads(sizes):
+    """Positions 0, 1, 2, 9, 10, 11, 30 beside a padded row: as in any cache, positions decide what is seen."""
+    at = torch.tensor([[0, 1, 2, 9, 10, 11, 30], [-1, -1, 0, 1, -1, 2, 3]], dtype=torch.int32)
+    generator = torch.Generator().manual_seed(0)
+    keys, values, queries = (torch.randn(2, 2, 7, 4, generator=generator, dtype=torch.float64) for _ in range(3))
+    cache, outs = KVCache([imposed(3, 1)]), []
+    for now in torch.arange(7).split(sizes):
+        step = cache.begin(at[:, now])
+        view = cache.layers[0].update(keys[:, :, now], values[:, :, now], step)
+        outs.append(attend(queries[:, :, now], view, step, scale=1.0))
+    sees = visible(at, at[:, None], 3, 1)
+    weights = (queries @ keys.mT).masked_fill(~sees, -torch.inf).softmax(-1).nan_to_num(0.0)
+    torch.testing.assert_close(torch.cat(outs, 2), weights @ values)
+
+
 def test_a_window_of_one_token_still_knows_how_long_its_rows_are():
     cache = SlidingCache(1)
     for position in range(10):
@@ -182,6 +198,7 @@ def test_a_window_of_one_token_still_knows_how_long_its_rows_are():
     [
         ((4, -1, True), "got -1"), ((4, 2, False), "imposed window only, got 2"), ((4, 1.5, True), "got 1.5"),
         ((2.5,), "whole number .* got 2.5"), ((True,), "got True"), (("4",), "got '4'"),
+        ((2**31,), "a window of 2147483648 are more than the 2"),
     ],
 )  # fmt: skip
 def test_windows_and_sinks_that_cannot_be(facts, words):

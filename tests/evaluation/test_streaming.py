@@ -100,6 +100,10 @@ def test_rows_of_everything_and_a_run_that_goes_on(tmp_path, monkeypatch):
         *((measure, name) for name in (BASELINE, "window-8", "h2o-8") for measure in ("ends", "stretch")),
     ]
     assert list(measured(MODEL, **facts)) == rows  # read, not run again
+    with pytest.raises(ValueError, match="give another file"):
+        next(measured(one_layer(tiny_config(), torch.bfloat16), **facts))
+    with pytest.raises(ValueError, match="give another file"):  # overheads are those of other contestants
+        next(measured(MODEL, **{**facts, "names": ("window-8",)}))
     monkeypatch.setattr(streaming, "measured", lambda model, **facts: iter([{"measure": model.config.name}]))
     streaming.main(["--shape", "tiny-mha", "--work", str(tmp_path / "w" / "x"), "--out", str(tmp_path / "o" / "y")])
     answer = json.loads((tmp_path / "o" / "y").read_text())

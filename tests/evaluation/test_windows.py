@@ -43,6 +43,8 @@ def test_a_stream_that_broke_off_goes_on_where_it_was(tiny, tmp_path):
     assert both[:2] == first and sum(ticks) == 3 * 64
     with pytest.raises(ValueError, match="give another file"):
         list(windows.stream_rows(tiny, ids[:60], NAMES, **facts))
+    with pytest.raises(ValueError, match="give another file"):  # another text of the same length
+        list(windows.stream_rows(tiny, ids[::-1], NAMES, **facts))
 
 
 def test_answers_are_counted_in_all_and_by_depth(tiny, tmp_path):
