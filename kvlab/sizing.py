@@ -168,8 +168,7 @@ def max_batch(
     config: ModelConfig, budget_bytes: int, context: int, dtype: str | None = None, mla_layout: str = "latent"
 ) -> int:
     """The most requests of `context` tokens whose caches fit in `budget_bytes`; 0 when not even one does."""
-    _check_budget(budget_bytes)
-    return max(0, budget_bytes) // bytes_ideal(config, context, 1, dtype, mla_layout)
+    return max(0, _whole(budget_bytes)) // bytes_ideal(config, context, 1, dtype, mla_layout)
 
 
 def max_context(
@@ -184,7 +183,7 @@ def max_context(
     None: memory sets no limit, because every layer holds a window only and all windows fit. Beyond LARGEST nothing
     is counted.
     """
-    _check_budget(budget_bytes)
+    budget_bytes = _whole(budget_bytes)
     check_counts(batch=batch)
 
     def fits(context: int) -> bool:
@@ -210,9 +209,13 @@ def _without_residual(scheme: Scheme) -> Scheme:
     return Scheme(scheme.name, scheme.bits, scheme.group_size, scheme.group_bytes, scheme.keys_along_tokens)
 
 
-def _check_budget(budget_bytes: int) -> None:
+def _whole(budget_bytes: int | float) -> int:
+    """80e9 is a whole number of bytes too; raises SizingError for what is none."""
+    if isinstance(budget_bytes, float) and budget_bytes.is_integer():
+        return int(budget_bytes)
     if type(budget_bytes) is not int:
         raise SizingError(f"budget_bytes must be a whole number of bytes, not {budget_bytes!r}")
+    return budget_bytes
 
 
 def check_counts(**counts: int) -> None:

@@ -230,11 +230,18 @@ def test_counts_must_be_positive_whole_numbers(wrong):
         bytes_allocated(resolve("llama-3-8b"), 8, block_size=0)
 
 
-@pytest.mark.parametrize("budget", [1.5e9, float("nan"), float("inf"), True, "1"])
+@pytest.mark.parametrize("budget", [1.5e9 + 0.5, float("nan"), float("inf"), True, "1"])
 def test_a_budget_is_a_whole_number_of_bytes(budget):
     for most in (lambda c: max_batch(c, budget, 8), lambda c: max_context(c, budget)):
         with pytest.raises(SizingError, match="budget_bytes must be a whole number of bytes"):
             most(resolve("llama-3-8b"))
+
+
+def test_a_whole_number_may_be_written_as_a_float():
+    config = resolve("llama-3-8b")
+    assert max_batch(config, 80e9, 4096) == max_batch(config, 80 * 10**9, 4096) == 149
+    assert type(max_batch(config, 80e9, 4096)) is int
+    assert max_context(config, 80e9) == max_context(config, 80 * 10**9)
 
 
 def test_a_budget_beyond_all_counting_is_still_answered():
