@@ -10,7 +10,7 @@ from kvlab.cache.contiguous import ContiguousCache
 from kvlab.cache.offloaded import OffloadedKVCache
 from kvlab.cache.paged import layer_groups, paged_layers
 from kvlab.cache.paged_rows import PagedKVCache
-from kvlab.cache.plans import FAMILIES, parse
+from kvlab.cache.plans import FAMILIES, ScoredPlan, parse
 from kvlab.cache.quantized import QuantizedCache
 from kvlab.cache.sliding import SlidingCache
 from kvlab.cache.static import StaticCache
@@ -28,6 +28,7 @@ CACHES = {
     "offloaded": "layers kept in CPU memory, fetched one ahead; offloaded-int4, ...: other caches in this way",
     **RECIPES,
 }
+STAY = ("none", "static", "paged", "offloaded")  # whose tensors cannot travel
 
 
 def build_cache(config: ModelConfig, name: str = "contiguous", capacity: int | None = None) -> KVCache:
@@ -91,9 +92,9 @@ def _quantized_cache(config: ModelConfig, name: str) -> QuantizedCache:
 
 
 def check_name(name: str) -> None:
-    """Raise ValueError for a cache that does not exist."""
-    if name.startswith("offloaded-"):
-        return check_name(_inner(name))
+    """Raise ValueError for a cache that does not exist, or whose layers could not be offloaded as the name says."""
+    if name.split("-")[0] == "offloaded":
+        return _check_can_travel(_inner(name))
     if name.startswith("paged-"):
         pool_format(name.removeprefix("paged-"))
         return
@@ -101,6 +102,15 @@ def check_name(name: str) -> None:
         raise ValueError(
             f"unknown cache {name!r}; kvlab has {', '.join(CACHES)}, int4-g64, kivi2-g32-r128, ..., "
             f"{', '.join(FAMILIES)}"
+        )
+
+
+def _check_can_travel(inner: str) -> None:
+    check_name(inner)
+    if inner.split("-")[0] in STAY or isinstance(parse(inner), ScoredPlan):
+        raise ValueError(
+            f"a cache {inner!r} cannot be offloaded: its tensors must stay where they are; name contiguous, sliding, "
+            "a window, or one of codes such as int8"
         )
 
 

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from kvlab.cache.base import KVCache, NoCache
-from kvlab.cache.build import build_cache
+from kvlab.cache.build import build_cache, check_name
 from kvlab.cache.contiguous import ContiguousCache
 from kvlab.cache.link import ThreadLink
 from kvlab.cache.offloaded import OffloadedCache, OffloadedKVCache, contents
@@ -208,5 +208,17 @@ def test_offloaded_caches_have_names():
     assert type(build_cache(tiny_config(), "offloaded-int4-g4").layers[0].inner) is QuantizedCache
     with pytest.raises(ValueError, match="unknown cache 'treasure'"):
         build_cache(tiny_config(), "offloaded-treasure")
-    with pytest.raises(ValueError, match="StaticCache cannot be offloaded"):
-        build_cache(tiny_config(), "offloaded-static", 8)
+
+
+@pytest.mark.parametrize("inner", ["none", "static", "paged", "paged-int8", "offloaded", "offloaded-int4", "h2o-25%"])
+def test_a_name_tells_that_a_cache_cannot_travel(inner):
+    """`kvlab generate` checks names before it loads a model."""
+    for action in (lambda name: build_cache(tiny_config(), name, 8), check_name):
+        with pytest.raises(ValueError, match=f"a cache '{inner}' cannot be offloaded"):
+            action(f"offloaded-{inner}")
+
+
+@pytest.mark.parametrize("inner", ["", "contiguous", "sliding", "int8", "kivi2", "window-8", "sinks2-6-rerotated"])
+def test_a_name_that_passes_can_be_built(inner):
+    check_name(f"offloaded-{inner}")
+    assert build_cache(tiny_config(), f"offloaded-{inner}").bytes().total == 0
