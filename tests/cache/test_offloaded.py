@@ -19,7 +19,7 @@ from kvlab.codecs import Codec
 from kvlab.model.transformer import Transformer
 from tests.harness import LAYERS, WINDOW, in_chunks, naive, positions_of, tiny_config, tiny_model, tokens
 
-LONG = 10  # seconds after which a test that waits gives up: no result depends on it
+LONG = 100  # seconds after which a test that waits gives up: no result depends on it
 INNER = {
     "contiguous": ContiguousCache,
     "sliding": lambda: SlidingCache(WINDOW),
