@@ -5,6 +5,7 @@ To add a command: write `kvlab/commands/NAME.py` with a function, and a line her
 
 from __future__ import annotations
 
+import os
 import sys
 
 import typer
@@ -51,6 +52,7 @@ def start(
 
 def main() -> None:
     """Run the command line and exit with its code."""
+    sys.stdout = sys.stdout or open(os.devnull, "w", encoding="utf-8")  # noqa: SIM115 (None where it was closed: >&-)
     for channel in (sys.stdout, sys.stderr):
         if hasattr(channel, "reconfigure"):
             channel.reconfigure(errors="replace")  # a terminal that cannot show a character must not end the answer

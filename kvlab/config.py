@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -88,7 +89,7 @@ class ModelConfig:
     @classmethod
     def from_file(cls, path: str | Path, name: str | None = None) -> ModelConfig:
         """Read a config.json, or the one in a directory; raises ConfigError when missing or broken."""
-        path = Path(path).expanduser()
+        path = Path(os.path.expanduser(path))  # ~nobody stays as it is
         file = path / "config.json" if path.is_dir() else path
         if not file.is_file():
             raise ConfigError(f"{file}: no such file: give a directory with a config.json, or a path to one")
@@ -206,7 +207,7 @@ def resolve(model: str) -> ModelConfig:
         return replace(config, **published)
     if key in shipped():
         return replace(ModelConfig.from_file(shipped()[key], name=key), source="part of kvlab")
-    path = Path(model).expanduser()
+    path = Path(os.path.expanduser(model))
     if key and path.exists():
         return ModelConfig.from_file(path)
     if key.count("/") == 1 and not key.startswith((".", "/", "~")) and not key.endswith((".json", ".gguf")):

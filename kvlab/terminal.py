@@ -23,6 +23,9 @@ class OneLineErrors(TyperGroup):
         """Run the command line; the exit code is 2 on an error, else what the command asked for."""
         try:
             code = super().main(*args, standalone_mode=False, **kwargs)
+            sys.stdout.flush()  # here what cannot be written is one line, later it is Python's traceback
+        except SystemExit as end:  # how typer and rich answer a reader that has gone
+            code = report(end.__context__) if isinstance(end.__context__, BrokenPipeError) else end.code
         except Exception as error:
             code = report(error)
         if standalone_mode:

@@ -114,6 +114,7 @@ BAD = [
     (("size", "llama-3-8b", "--context", "8", "--frob"), "--frob"),
     (("size", "lama-3-8b", "--context", "8"), "did you mean llama-3-8b"),
     (("size", "./nowhere", "--context", "8"), "./nowhere: no such file"),
+    (("size", "~nobody-at-all/x", "--context", "8"), "~nobody-at-all/x: no such file"),
     (("size", "nobody/nothing", "--context", "8"), "nobody/nothing"),
     (("plan", "llama-3-70b", "--memory-gib", "80"), "leave nothing of 80.00 GiB"),
     (("plan", "llama-3-8b", "--memory-gib", "-1"), "--memory-gib"),
@@ -167,6 +168,26 @@ def test_help_and_version(kvlab):
     version = kvlab("--version")
     assert version.returncode in (0, 2)  # 2 where the package is not installed
     assert "Traceback" not in version.stderr
+
+
+@pytest.mark.parametrize("arguments", [MODELS, ("models",), ("size", "smollm2-135m", "--context", "5"), ("--help",)])
+def test_a_reader_that_has_gone_is_no_error(root, arguments):
+    """`kvlab models | head -1`: exit code 1 would say that a gate failed."""
+    reader, writer = os.pipe()
+    os.close(reader)
+    command = [sys.executable, "-m", "kvlab", *arguments]
+    env = {**os.environ, "PYTHONPATH": str(root)}
+    done = subprocess.run(command, stdout=writer, stderr=subprocess.PIPE, env=env, timeout=120)
+    os.close(writer)
+    assert (done.returncode, done.stderr) == (0, b"")
+
+
+@pytest.mark.parametrize("where, code, words", [(">&-", 0, ""), ("> /dev/full", 2, "No space left on device")])
+def test_a_stdout_that_takes_nothing(root, where, code, words):
+    command = f"{sys.executable} -m kvlab size smollm2-135m --context 5 {where}"
+    env = {**os.environ, "PYTHONPATH": str(root)}
+    done = subprocess.run(command, shell=True, capture_output=True, text=True, env=env, timeout=120)
+    assert done.returncode == code and words in done.stderr and done.stderr.count("\n") == bool(words)
 
 
 def test_an_unforeseen_error_is_one_line_too(monkeypatch, capsys):

@@ -42,13 +42,14 @@ class BlockFiles:
 
     def __init__(self, directory: str | Path, budget_bytes: int):
         """Make the directory if need be. Raises OSError where it cannot be written."""
-        if budget_bytes < 1:
+        if not budget_bytes >= 1:
             raise ValueError(f"a directory of blocks needs a budget of at least one byte, got {budget_bytes}")
         self.directory, self.budget_bytes = Path(directory), budget_bytes
         self._latest = 0  # ns
         try:
             self.directory.mkdir(parents=True, exist_ok=True)
             self._sweep()
+            self._blocks()  # to know how late it is for those who share them
             handle, probe = self._open_new("probe")
             os.close(handle)
             probe.unlink(missing_ok=True)
@@ -67,16 +68,19 @@ class BlockFiles:
             wrong = damage(path)
             if wrong is None:
                 with safe_open(path, framework="pt") as file:
-                    found = dict(file.metadata())
+                    found = file.metadata() or {}
                     tensors = [file.get_tensor(name).clone() for name in sorted(file.keys())]
                 with suppress(OSError):  # another process made room, or the file is somebody else's: it was read
                     self._touch(path)
                 wrong = _difference(found, about)
-        except (OSError, SafetensorError, RuntimeError) as error:  # PyTorch's for a file that went while it was opened
+        except (OSError, SafetensorError, RuntimeError, ValueError) as error:  # the last two: it changed while opened
             return _miss(path, f"cannot be read ({error})" if os.path.exists(path) else "is missing")
         if wrong is None:
             return tensors
-        path.unlink(missing_ok=True)
+        try:
+            path.unlink(missing_ok=True)
+        except OSError as error:
+            return _miss(path, f"{wrong}, and cannot be removed ({error.strerror})")
         return _miss(path, f"{wrong}, and was removed")
 
     def put(self, key: str, about: Mapping[str, str], tensors: Sequence[Tensor]) -> None:
@@ -124,6 +128,7 @@ class BlockFiles:
                 except FileNotFoundError:  # another process made room
                     continue
                 found.append((status.st_mtime_ns, status.st_size, Path(entry.path)))
+        self._latest = max([self._latest, *(used for used, _, _ in found)])  # clocks differ, and are set back
         return found
 
     def _write(self, path: Path, content: bytes) -> None:
@@ -162,7 +167,7 @@ class BlockFiles:
                 with open(partial, "rb") as file:
                     fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
                     partial.unlink(missing_ok=True)
-            except (BlockingIOError, FileNotFoundError):  # somebody writes it, or has finished
+            except OSError:  # somebody writes it, or has finished, or it is another user's
                 continue
 
     def _touch(self, path: Path) -> None:
@@ -197,8 +202,7 @@ def damage(path: Path) -> str | None:
 
 
 def _difference(found: Mapping[str, str], about: Mapping[str, str]) -> str | None:
-    expected = {**about, "checksum": found["checksum"]}
-    names = [name for name in sorted({*found, *expected}) if found.get(name) != expected.get(name)]
+    names = [name for name in sorted({*found, *about} - {"checksum"}) if found.get(name) != about.get(name)]
     return f"is about another {names[0]}" if names else None
 
 

@@ -28,6 +28,7 @@ CACHES = {
     "offloaded": "layers kept in CPU memory, fetched one ahead; offloaded-int4, ...: other caches in this way",
     **RECIPES,
 }
+STAY = ("none", "static", "paged", "offloaded")  # whose tensors cannot travel
 
 
 def build_cache(config: ModelConfig, name: str = "contiguous", capacity: int | None = None) -> KVCache:
@@ -91,9 +92,9 @@ def _quantized_cache(config: ModelConfig, name: str) -> QuantizedCache:
 
 
 def check_name(name: str) -> None:
-    """Raise ValueError for a cache that does not exist."""
-    if name.startswith("offloaded-"):
-        return _check_offloaded(name)
+    """Raise ValueError for a cache that does not exist, or whose layers could not be offloaded as the name says."""
+    if name.split("-")[0] == "offloaded":
+        return _check_can_travel(_inner(name))
     if name.startswith("paged-"):
         pool_format(name.removeprefix("paged-"))
         return
@@ -104,12 +105,12 @@ def check_name(name: str) -> None:
         )
 
 
-def _check_offloaded(name: str) -> None:
-    check_name(_inner(name))
-    if isinstance(parse(_inner(name)), ScoredPlan):
+def _check_can_travel(inner: str) -> None:
+    check_name(inner)
+    if inner.split("-")[0] in STAY or isinstance(parse(inner), ScoredPlan):
         raise ValueError(
-            f"{name}: a cache that evicts by score cannot be offloaded, its tensors must stay where they are: use "
-            f"{_inner(name)}, or offload a window such as offloaded-sinks4-252"
+            f"a cache {inner!r} cannot be offloaded: its tensors must stay where they are; name contiguous, sliding, "
+            "a window, or one of codes such as int8"
         )
 
 

@@ -43,8 +43,9 @@ def dataset(
         raise typer.BadParameter(f"at least one sample is needed, got {samples}", param_hint="--samples")
     if not out.parent.is_dir():
         raise typer.BadParameter(f"there is no directory {out.parent} to write {out.name} into", param_hint="--out")
-    if out.is_dir():
-        raise typer.BadParameter(f"{out} is a directory: give the name of a file", param_hint="--out")
+    if out.exists() and not out.is_file():
+        what = "a directory" if out.is_dir() else "a pipe or a device"
+        raise typer.BadParameter(f"{out} is {what}: give the name of a file", param_hint="--out")
     from kvlab.evaluation.tasks import TASKS, check_tasks
 
     names = list(dict.fromkeys(task or TASKS))
@@ -96,7 +97,7 @@ def tokenizer_of(model: str):
     if model == zoo.OFFLINE:
         return Tokenizer.load(zoo.offline_gguf())
     path = Path(model)
-    if path.exists():
+    if model and path.exists():
         files = [] if (path / "tokenizer.json").exists() else list(path.glob("*.gguf"))
         return Tokenizer.load(files[0] if len(files) == 1 else path)
     if model == zoo.HUB:

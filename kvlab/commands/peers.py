@@ -79,7 +79,7 @@ def parse_numbers(text: str, what: str) -> list[int]:
     """Whole numbers from "64,512"; raises BadParameter naming what is not `what`."""
     numbers = []
     for word in text.split(","):
-        if not word.strip().isdigit() or int(word) < 1:
+        if not word.strip().isdecimal() or int(word) < 1:
             raise typer.BadParameter(f"{word!r} is not {what}: give whole numbers such as 64,512,2048")
         numbers.append(int(word))
     return list(dict.fromkeys(numbers))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from pathlib import Path
 from typing import Annotated, Optional
@@ -34,8 +35,8 @@ def train_tiny(
 ) -> None:
     """Train byte-level models of a million parameters on Python's own help texts, alike but for attention."""
     rows = rows or out / "rows.jsonl"
-    if seed < 0:
-        raise typer.BadParameter(f"a seed is a whole number from 0 on, not {seed}", param_hint="--seed")
+    if not 0 <= seed < 2**40:  # a million times a seed must fit into 64 bits
+        raise typer.BadParameter(f"a seed is a whole number from 0 to 2^40, not {seed}", param_hint="--seed")
     if table and not rows.is_file():
         raise typer.BadParameter(f"{rows}: no such file: train first, or name it with --rows")
     if not table:
@@ -52,9 +53,24 @@ def train(attention: str, seed: int, steps: int | None, out: Path, rows: Path, r
     chosen = tiny.ATTENTIONS if attention == "all" else (attention,)
     configs = {name: tiny.tiny_config(name) for name in chosen}  # an unknown name is refused before any work
     recipe = Recipe() if steps is None else Recipe(steps=steps)
+    make_directories(out, rows)
     corpus = python_topics()
     for name, config in configs.items():
         train_one(name, config, corpus, recipe, seed, out / f"{config.name}-seed{seed}", rows, resume)
+
+
+def make_directories(out: Path, rows: Path) -> None:
+    """Make what is written into; raises BadParameter before any work where that cannot be."""
+    if rows.is_dir():
+        raise typer.BadParameter(f"{rows} is a directory: give the name of a file", param_hint="--rows")
+    for option, place in (("--out", out), ("--rows", rows.parent)):
+        try:
+            place.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            why = f"{place} cannot be made a directory ({error.strerror}): name another"
+            raise typer.BadParameter(why, param_hint=option) from None
+        if not os.access(place, os.W_OK):
+            raise typer.BadParameter(f"{place} cannot be written: name another directory", param_hint=option)
 
 
 def train_one(name: str, config, corpus, recipe, seed: int, directory: Path, rows: Path, resume: bool) -> None:

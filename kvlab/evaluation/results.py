@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import json
 import os
-import tempfile
 from collections.abc import Iterable
 from pathlib import Path
 
 import torch
 
 from kvlab.hardware import stamp
+from kvlab.model.saving import replace_file
 
 
 def write_whole(path: str | Path, content: bytes) -> None:
@@ -18,24 +18,9 @@ def write_whole(path: str | Path, content: bytes) -> None:
     path = Path(path)
     if path.is_dir():
         raise IsADirectoryError(f"{path} is a directory: give the name of a file")
-    try:
-        handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.", suffix=".part")
-    except OSError as error:
-        raise type(error)(f"{path} cannot be written: {error.strerror}") from None
-    try:
-        with os.fdopen(handle, "wb") as file:
-            file.write(content)
-        os.chmod(temporary, 0o666 & ~_umask())  # mkstemp's own mode lets nobody else read
-        os.replace(temporary, path)
-    except BaseException:
-        Path(temporary).unlink(missing_ok=True)
-        raise
-
-
-def _umask() -> int:
-    current = os.umask(0)
-    os.umask(current)
-    return current
+    if path.exists() and not path.is_file():  # to replace /dev/null would do harm
+        raise OSError(f"{path} is a pipe or a device: give the name of a file")
+    replace_file(path, content)
 
 
 def record(path: str | Path, command: str, rows: Iterable[dict], **facts) -> None:
@@ -78,10 +63,16 @@ class Results:
         whole = old[: old.rfind(b"\n") + 1]  # a run that was killed leaves a last line without an end
         self._read(whole)
         if not whole:
-            self.path.write_bytes(b"")
-            self._append({"configuration": self._configuration})
+            self._begin(old)
         elif len(whole) < len(old):
             os.truncate(self.path, len(whole))
+
+    def _begin(self, old: bytes) -> None:
+        first = {"configuration": self._configuration}
+        if not _line(first).startswith(old):  # not the beginning that a killed run leaves: it is somebody else's
+            raise ValueError(f"{self.path}, line 1: not a file of results")
+        self.path.write_bytes(b"")
+        self._append(first)
 
     def _read(self, content: bytes) -> None:
         for number, line in enumerate(content.splitlines(), 1):
@@ -103,4 +94,8 @@ class Results:
 
     def _append(self, row: dict) -> None:
         with self.path.open("ab") as file:
-            file.write((json.dumps(row, ensure_ascii=False, allow_nan=False) + "\n").encode())
+            file.write(_line(row))
+
+
+def _line(row: dict) -> bytes:
+    return (json.dumps(row, ensure_ascii=False, allow_nan=False) + "\n").encode()

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import json
 import os
+import secrets
 from collections.abc import Mapping
+from contextlib import suppress
 from pathlib import Path
 
 import torch
@@ -43,10 +45,21 @@ def separate(model: Transformer) -> dict[str, Tensor]:
 
 
 def replace_file(path: Path, content: bytes) -> None:
-    """Put `content` at `path` in one step: a reader, or a run that was cut short, finds the old file or the new."""
-    partial = path.with_name(path.name + ".partial")
-    with open(partial, "wb") as file:
-        file.write(content)
-        file.flush()
-        os.fsync(file.fileno())  # else a power cut may leave the new name on an empty file
-    os.replace(partial, path)
+    """Put `content` at `path` in one step: a reader, or a run that was cut short, finds the old file or the new.
+
+    A link stays, and what it points to is replaced. Raises OSError naming the path, with nothing left behind.
+    """
+    path = Path(os.path.realpath(path))
+    partial = path.with_name(f".{path.name}.{secrets.token_hex(4)}.partial")  # nobody else writes under this name
+    try:
+        with open(partial, "xb") as file:
+            file.write(content)
+            file.flush()
+            os.fsync(file.fileno())  # else a power cut may leave the new name on an empty file
+        os.replace(partial, path)
+    except BaseException as error:
+        with suppress(OSError):
+            partial.unlink()
+        if isinstance(error, OSError):
+            raise type(error)(f"{path} cannot be written: {error.strerror or error}") from None
+        raise

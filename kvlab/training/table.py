@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -10,23 +11,35 @@ from statistics import mean
 
 NO_DIFFERENCE = "no difference detected"
 TOO_FEW = "too few seeds to tell"
+FIELDS = (
+    "model", "seed", "step", "steps", "parameters", "elements_per_token_and_layer", "cache_bytes_per_token",
+    "held_out_bits_per_byte", "recipe", "text",
+)  # fmt: skip
 
 
 def append_row(path: Path, row: Mapping) -> None:
-    """Add one JSON line."""
+    """Add one JSON line, behind a broken one where an earlier run was killed while it wrote."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    with open(path, "a", encoding="utf-8") as file:
-        file.write(json.dumps(dict(row), allow_nan=False) + "\n")
+    line = json.dumps(dict(row), allow_nan=False) + "\n"
+    with open(path, "a+b") as file:
+        if file.tell():
+            file.seek(-1, os.SEEK_END)
+            line = line if file.read(1) == b"\n" else f"\n{line}"
+        file.write(line.encode())
 
 
 def read_rows(path: Path) -> list[dict]:
     """The rows of a JSON Lines file; raises ValueError naming the line that is none."""
     rows = []
-    for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), 1):
+    for number, line in enumerate(path.read_bytes().splitlines(), 1):
         try:
-            rows.append(json.loads(line))
+            row = json.loads(line)
         except ValueError:
             raise ValueError(f"{path}, line {number} is not JSON: delete it and --resume its run") from None
+        missing = [field for field in FIELDS if not isinstance(row, dict) or field not in row]
+        if missing:
+            raise ValueError(f"{path}, line {number} is no row of a training run, it has no {missing[0]}: name --rows")
+        rows.append(row)
     return rows
 
 

@@ -154,7 +154,7 @@ def test_search_finds_a_page(visit, view):
     page.keyboard.press("Control+k")
     page.keyboard.type("memory bandwidth")
     page.keyboard.press("Enter")
-    page.wait_for_selector("#search-results li a", timeout=10_000)
+    page.wait_for_selector("#search-results li a", timeout=60_000)
     found = page.eval_on_selector_all("#search-results li a", "links => links.map(link => link.textContent)")
     assert any("Notation" in text for text in found)
     assert one.problems == []

@@ -1,5 +1,6 @@
 """Blocks in files: whole or a miss, whatever happens to the file, the disk or the process that writes it."""
 
+import hashlib
 import os
 import signal
 import subprocess
@@ -12,6 +13,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from safetensors.torch import save
 
 from kvlab.cache import block_files
 from kvlab.cache.block_files import BLOCK, PARTIAL, BlockFiles, sealed
@@ -212,6 +214,66 @@ def test_a_directory_that_is_locked_later_changes_nothing():
             files.put(key(2), ABOUT, block(2))
         assert names(Path(folder)) == [key(1) + BLOCK] and same(block(), files.get(key(1), ABOUT))
         os.chmod(folder, 0o755)
+
+
+def test_a_damaged_file_that_cannot_be_removed_is_a_miss():
+    with tempfile.TemporaryDirectory() as folder:
+        files = BlockFiles(folder, LARGE)
+        files.put(key(1), ABOUT, block())
+        os.truncate(files._path(key(1)), 100)
+        os.chmod(folder, 0o555)
+        with nobody():
+            assert_a_miss(files, words=r"cannot be removed \(Permission denied\)")
+        os.chmod(folder, 0o755)
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="needs a second user")
+def test_what_another_user_left_is_not_swept_and_stops_nobody():
+    with tempfile.TemporaryDirectory() as folder:
+        partial = Path(folder) / f".left{PARTIAL}"
+        partial.touch(mode=0o600)
+        os.chmod(folder, 0o1777)
+        with nobody():
+            files = BlockFiles(folder, LARGE)
+            files.put(key(1), ABOUT, block())
+            assert same(block(), files.get(key(1), ABOUT))
+        assert partial.exists()
+
+
+def test_a_clock_that_is_set_back_changes_nobodys_turn(tmp_path, monkeypatch):
+    size = len(sealed(ABOUT, block()))
+    for number in range(2):
+        BlockFiles(tmp_path, 3 * size).put(key(number), ABOUT, block(number))
+    monkeypatch.setattr(block_files.time, "time_ns", lambda: 10**9)
+    files = BlockFiles(tmp_path, 3 * size)
+    files.get(key(0), ABOUT)
+    for number in range(2, 4):
+        files.put(key(number), ABOUT, block(number))
+    assert [files.has(key(number)) for number in range(4)] == [True, False, True, True]
+
+
+def test_a_file_that_is_cut_to_nothing_while_it_is_read(tmp_path, monkeypatch):
+    files = BlockFiles(tmp_path, LARGE)
+    files.put(key(1), ABOUT, block())
+    (path,) = tmp_path.iterdir()
+    opened = block_files.mmap.mmap
+
+    def cut(*arguments, **options):
+        os.truncate(path, 0)
+        return opened(*arguments, **options)
+
+    monkeypatch.setattr(block_files.mmap, "mmap", cut)
+    assert_a_miss(files, words="cannot be read")
+
+
+def test_a_whole_file_without_metadata_is_about_something_else(tmp_path):
+    """Its checksum holds, in the middle of a tensor, and nothing says what it is about."""
+    content = bytearray(save({"a": torch.zeros(30)}))
+    content[-100:] = b'"checksum":"' + block_files.BLANK + b'"' + bytes(23)
+    place = content.index(block_files.BLANK)
+    content[place : place + 64] = hashlib.sha256(content).hexdigest().encode()
+    (tmp_path / (key(1) + BLOCK)).write_bytes(content)
+    assert_a_miss(BlockFiles(tmp_path, LARGE), words="is about another identity")
 
 
 def python(code: str, *arguments: object, **options) -> subprocess.Popen:

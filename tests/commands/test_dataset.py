@@ -82,6 +82,13 @@ def test_the_tokenizer_of_a_file_or_a_directory_counts(tmp_path):
     assert (tmp_path / "a").read_bytes() == (tmp_path / "b").read_bytes()
 
 
+def test_a_pipe_is_refused_before_any_work(tmp_path):
+    os.mkfifo(tmp_path / "pipe")  # to look into it would wait for ever
+    for options in ((), ("--force",)):
+        done = run(tmp_path / "pipe", "--task", "passkey", "--samples", "1", "--tokens", "64", *options)
+        assert done.exit_code == 2 and "pipe is a pipe or a device: give the name of a file" in done.stderr
+
+
 @pytest.mark.parametrize(
     ("options", "message"),
     [
@@ -91,6 +98,7 @@ def test_the_tokenizer_of_a_file_or_a_directory_counts(tmp_path):
         (("--task", "passkey", "--tokens", "10"), "passkey needs at least 36 tokens"),
         (("--depth", "2"), "a depth lies between 0 (start of the text) and 1 (its end), got 2.0"),
         (("--model", "no-such-model"), "no-such-model"),
+        (("--model", ""), "unknown model ''"),
         (("--out", "{tmp}/nowhere/d.jsonl"), "there is no directory"),
         (("--out", "{tmp}"), "is a directory"),
     ],

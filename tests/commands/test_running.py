@@ -113,6 +113,7 @@ def test_peers_compares_caches(capsys):
     [
         (("--contexts", "64,x"), "'x' is not a prompt length"),
         (("--contexts", "0"), "'0' is not a prompt length"),
+        (("--contexts", "²"), "'²' is not a prompt length"),
         (("--cache-contexts", "64,-1"), "'-1' is not a cache's length"),
         (("--cache-contexts", "20"), "a cache of 20 tokens is too short: 5 turns need at least 23"),
         (("--batches", "1,many"), "'many' is not a batch"),

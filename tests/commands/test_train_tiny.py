@@ -69,7 +69,8 @@ def test_a_second_run_is_refused_unless_resumed(tmp_path):
     ("options", "message"),
     [
         (("--attention", "mqq"), "unknown attention 'mqq': one of mha, gqa, mqa, mla"),
-        (("--seed", "-1"), "a seed is a whole number from 0 on, not -1"),
+        (("--seed", "-1"), "a seed is a whole number from 0 to 2^40, not -1"),
+        (("--seed", str(2**70)), "a seed is a whole number from 0 to 2^40, not 1180591620717411303424"),
         (("--steps", "0"), "steps must be at least 1, got 0"),
         (("--table",), "no such file: train first"),
     ],
@@ -78,3 +79,27 @@ def test_bad_options_are_one_line_and_exit_code_two(options, message, tmp_path):
     done = run(*options, "--out", tmp_path)
     assert done.exit_code == 2 and message in done.stderr and len(done.stderr.strip().splitlines()) == 1
     assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (("--out", "{tmp}/file"), "for --out: {tmp}/file cannot be made a directory (File exists)"),
+        (("--out", "{tmp}/file/x"), "for --out: {tmp}/file/x cannot be made a directory (Not a directory)"),
+        (("--rows", "{tmp}/file/x"), "for --rows: {tmp}/file cannot be made a directory (File exists)"),
+        (("--rows", "{tmp}"), "for --rows: {tmp} is a directory: give the name of a file"),
+    ],
+)
+def test_places_that_cannot_be_written_are_refused_before_training(options, message, tmp_path, monkeypatch):
+    monkeypatch.setattr("kvlab.training.text.python_topics", None)  # the first thing that takes time
+    (tmp_path / "file").write_text("mine")
+    done = run("--out", tmp_path / "models", *(option.format(tmp=tmp_path) for option in options))
+    assert done.exit_code == 2 and message.format(tmp=tmp_path) in done.stderr and done.stdout == ""
+    assert (tmp_path / "file").read_text() == "mine"
+
+
+@pytest.mark.parametrize("line", ["5", '{"model": "x"}', '{"id": 1, "task": "passkey"}'])
+def test_rows_of_something_else_are_named(tmp_path, line):
+    (tmp_path / "other.jsonl").write_text(line + "\n")
+    done = run("--table", "--rows", tmp_path / "other.jsonl")
+    assert done.exit_code == 2 and "other.jsonl, line 1 is no row of a training run, it has no" in done.stderr

@@ -1,8 +1,12 @@
 """The measurements of chapter 13, small: that they measure what they say, never how fast it was."""
 
+from dataclasses import replace
+
 import pytest
+import torch
 
 from kvlab.evaluation import fetching, offloading, restart
+from kvlab.model.transformer import Transformer
 from kvlab.model.zoo import LoadedModel
 from tests.harness import tiny_config, tiny_model
 
@@ -26,6 +30,15 @@ def test_a_prompt_over_the_budget_is_refused_and_served_with_two_layers_there():
     assert small.same_token and large.same_token
     assert large.resident_bytes == 3 * small.resident_bytes == large.budget_bytes * 96 // 64
     assert large.offloaded_bytes > large.resident_bytes  # of two layers, two are all: and their positions
+
+
+def test_the_layers_that_are_there_at_once_are_neighbours(monkeypatch):
+    """Of unequal layers the largest two neighbours count, neither one layer twice nor the largest two of all."""
+    model = Transformer(replace(tiny_config(), num_hidden_layers=4, layer_types=("full_attention",) * 4)).eval()
+    slots = iter([7, 1, 4, 5])
+    monkeypatch.setattr(offloading, "contents", lambda layer: [(torch.zeros(1, 1, 9, 1), next(slots))])
+    (row,) = offloading.fits(model, (8,), budget_tokens=8)
+    assert row.offloaded_bytes == (4 + 5) * 4
 
 
 def test_a_restart_finds_the_prefix_and_says_so(tmp_path, monkeypatch):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from math import isclose, log
 
 import pytest
@@ -247,6 +248,27 @@ def test_whole_files_or_none(tmp_path, monkeypatch):
         write_whole(tmp_path, b"")
     with pytest.raises(OSError, match="nowhere/x cannot be written: No such file"):
         write_whole(tmp_path / "nowhere" / "x", b"")
+    os.mkfifo(tmp_path / "pipe")
+    with pytest.raises(OSError, match="pipe is a pipe or a device"):
+        write_whole(tmp_path / "pipe", b"")
+
+
+def test_a_full_disk_is_named_with_the_file(tmp_path, monkeypatch):
+    monkeypatch.setattr("os.fsync", lambda handle: (_ for _ in ()).throw(OSError(28, "No space left on device")))
+    with pytest.raises(OSError, match=r"x\.json cannot be written: No space left on device"):
+        write_whole(tmp_path / "x.json", b"new")
+    assert not list(tmp_path.iterdir())
+
+
+def test_results_never_wipe_a_file_of_somebody_else(tmp_path):
+    file = tmp_path / "mine.txt"
+    file.write_bytes(b"one line, without an end")
+    with pytest.raises(ValueError, match=r"mine\.txt, line 1: not a file of results"):
+        Results(file, {"model": "m"})
+    assert file.read_bytes() == b"one line, without an end"
+    file.write_bytes(b'{"configuration": {"mod')  # what a run leaves that is killed at once
+    Results(file, {"model": "m"})
+    assert file.read_bytes() == b'{"configuration": {"model": "m"}}\n'
 
 
 def test_recorded_results_are_found_by_name():

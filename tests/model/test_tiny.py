@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
 
 import pytest
@@ -143,4 +144,24 @@ def test_a_file_is_replaced_whole_or_not_at_all(tmp_path, monkeypatch):
     monkeypatch.setattr(saving.os, "replace", lambda *paths: (_ for _ in ()).throw(KeyboardInterrupt))
     with pytest.raises(KeyboardInterrupt):
         saving.replace_file(path, b"new, and never finished")
-    assert path.read_bytes() == b"old"
+    assert path.read_bytes() == b"old" and list(tmp_path.iterdir()) == [path]
+
+
+def test_two_processes_that_replace_one_file_do_not_mix(tmp_path, monkeypatch):
+    """The other one writes all of its file while this one is about to rename its own."""
+    path, replace = tmp_path / "file", os.replace
+
+    def late(*paths):
+        monkeypatch.setattr(saving.os, "replace", replace)
+        saving.replace_file(path, b"theirs")
+        replace(*paths)
+
+    monkeypatch.setattr(saving.os, "replace", late)
+    saving.replace_file(path, b"mine")
+    assert path.read_bytes() == b"mine" and list(tmp_path.iterdir()) == [path]
+
+
+def test_a_link_stays_and_its_file_is_replaced(tmp_path):
+    (tmp_path / "link").symlink_to("file")
+    saving.replace_file(tmp_path / "link", b"new")
+    assert (tmp_path / "link").is_symlink() and (tmp_path / "file").read_bytes() == b"new"

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+
 import pytest
 
 from kvlab.training.table import COLUMNS, NO_DIFFERENCE, TOO_FEW, append_row, difference, lines, read_rows, summarise
@@ -75,4 +77,9 @@ def test_rows_on_disk(tmp_path):
         append_row(file, {"bits": float("nan")})
     file.write_text(file.read_text() + '{"model": "ti')
     with pytest.raises(ValueError, match="line 3 is not JSON"):
+        read_rows(file)
+    append_row(file, rows[0])  # behind what a killed run left, not into it
+    assert file.read_text().splitlines()[2:] == ['{"model": "ti', json.dumps(rows[0])]
+    file.write_bytes(b"\xff\n")
+    with pytest.raises(ValueError, match=r"rows\.jsonl, line 1 is not JSON"):
         read_rows(file)
