@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import math
+import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -24,7 +25,7 @@ class Sampler:
     seed: int = 0
 
     def __post_init__(self) -> None:
-        if not _is_number(self.temperature) or not 0 <= self.temperature < math.inf:
+        if not _is_number(self.temperature) or not 0 <= self.temperature <= sys.float_info.max:
             raise ValueError(f"temperature must be 0 (greedy) or a positive number, got {self.temperature!r}")
         if self.top_k is not None and (not _is_integer(self.top_k) or self.top_k < 1):
             raise ValueError(f"top_k must be a whole number >= 1, or None to keep all, got {self.top_k!r}")

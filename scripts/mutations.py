@@ -181,7 +181,7 @@ MUTATIONS = [
     ),
     Mutation(
         "a request's answers share their random numbers", "draws.py",
-        "key = (request.id, index)", "key = (request.id, 0)", FORKS,
+        "key = (request, index)", "key = (request, 0)", FORKS,
     ),
     Mutation(
         "swapped blocks come back in another's place", "block_mover.py",

@@ -74,6 +74,10 @@ def paged_cache(
     """A PagedKVCache whose pools hold `capacity` tokens in each layer, rounded up to whole blocks."""
     if capacity is None:
         raise ValueError("a paged cache needs a capacity in tokens: prompt length + new tokens, of all rows together")
+    if {type(capacity), type(block_size)} != {int} or capacity < 1 or block_size < 1:
+        raise ValueError(
+            f"a paged cache holds at least one token, in blocks of at least one: got {capacity!r} and {block_size!r}"
+        )
     windows, _ = layer_groups(config)
     return PagedKVCache(paged_layers(config, blocks_for(capacity, block_size), block_size, kv_dtype), windows)
 

@@ -33,8 +33,8 @@ class PagedCache(LayerCache):
         self, num_blocks: int, block_size: int, group: int = 0, kv_dtype: str | None = None, rope_width: int = 0,
         window: int | None = None, sinks: int = 0,
     ):  # fmt: skip
-        if num_blocks < 1 or block_size < 1:
-            raise ValueError(f"a pool has at least one block of one token, got {num_blocks} blocks of {block_size}")
+        if {type(num_blocks), type(block_size)} != {int} or num_blocks < 1 or block_size < 1:
+            raise ValueError(f"a pool has at least one block of one token, got {num_blocks!r} blocks of {block_size!r}")
         self.num_blocks, self.block_size, self.group = num_blocks, block_size, group
         self.dtype, self.codec = pool_format(kv_dtype)
         self.rope_width = rope_width if self.codec else 0
@@ -154,10 +154,11 @@ def layer_groups(config: ModelConfig, window: int | None = None, sinks: int = 0)
     """
     of_layers = [config.window(layer) for layer in range(config.num_hidden_layers)]
     windows = list(dict.fromkeys(of_layers))
-    if window is None and not sinks:
+    if window is None and type(sinks) is int and sinks == 0:
         return windows, [windows.index(window) for window in of_layers]
-    if window is None or window < 1 or sinks < 0:
-        raise ValueError(f"an imposed window has at least one token, and sinks from 0 on: got {window} and {sinks}")
+    if {type(window), type(sinks)} != {int} or window < 1 or sinks < 0:
+        got = f"got {window!r} and {sinks!r}"
+        raise ValueError(f"an imposed window has at least one token, and sinks from 0 on, in whole numbers: {got}")
     if windows != [None]:
         raise ValueError(f"the model has windows of its own, {windows}: none can be imposed")
     return [window], [0] * len(of_layers)

@@ -26,8 +26,9 @@ class BlockPool:
     """
 
     def __init__(self, num_blocks: int, block_size: int):
-        if num_blocks < 0 or block_size < 1:
-            raise ValueError(f"a pool needs num_blocks >= 0 and block_size >= 1, got {num_blocks} and {block_size}")
+        if {type(num_blocks), type(block_size)} != {int} or num_blocks < 0 or block_size < 1:
+            got = f"got {num_blocks!r} and {block_size!r}"
+            raise ValueError(f"a pool needs whole numbers, num_blocks >= 0 and block_size >= 1, {got}")
         self.num_blocks, self.block_size = num_blocks, block_size
         self._references = [0] * num_blocks
         self._queue = OrderedDict.fromkeys(range(num_blocks))  # an ordered set: a shared block leaves from the middle

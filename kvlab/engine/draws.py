@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Iterable
 
 import torch
 from torch import Tensor
@@ -16,7 +16,7 @@ class Draws:
     """The streams of all sequences: who shares a sequence's steps changes nothing, and preemption neither."""
 
     def __init__(self):
-        self.streams: dict[tuple[str, int], torch.Generator] = {}  # (request, sequence)
+        self.streams: dict[tuple[Request, int], torch.Generator] = {}  # names may come again, requests do not
 
     def pick(self, row: Row, logits: Tensor, best: int) -> list[int]:
         """As many tokens as a row's sequence wants, from logits (1, vocabulary) whose greatest is `best`."""
@@ -28,12 +28,13 @@ class Draws:
         streams = [self._stream(request, index) for index in range(first, first + row.draws)]
         return [int(sampler_of(request).pick(logits, stream)) for stream in streams]
 
-    def keep(self, request_ids: Collection[str]) -> None:
+    def keep(self, requests: Iterable[Request]) -> None:
         """Forget the streams of all other requests."""
-        self.streams = {key: stream for key, stream in self.streams.items() if key[0] in request_ids}
+        kept = set(requests)
+        self.streams = {key: stream for key, stream in self.streams.items() if key[0] in kept}
 
     def _stream(self, request: Request, index: int) -> torch.Generator:
-        key = (request.id, index)
+        key = (request, index)
         if key not in self.streams:
             self.streams[key] = sampler_of(request).generator(index)
         return self.streams[key]

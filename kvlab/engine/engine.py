@@ -7,7 +7,6 @@ values lie is the pools'. The model sees N tokens in a row and their positions.
 from __future__ import annotations
 
 import time
-from collections import Counter
 from collections.abc import Callable, Iterator
 from typing import Literal
 
@@ -24,7 +23,7 @@ from kvlab.engine.draws import Draws, sampler_of
 from kvlab.engine.plan import Plan, Row
 from kvlab.engine.prefix_cache import HashChain, NoPrefixCache
 from kvlab.engine.radix_cache import RadixCache
-from kvlab.engine.request import Output, Request
+from kvlab.engine.request import Output, Request, tokens_of
 from kvlab.engine.scheduler import Scheduler
 from kvlab.engine.stats import Stats, Usage
 from kvlab.model.fingerprint import fingerprint
@@ -120,7 +119,8 @@ class Engine:
     def cancel(self, request_id: str) -> None:
         """End a request at once. Raises ValueError if it is not there."""
         self.scheduler.cancel(request_id)
-        self._forget_finished()
+        if not self.scheduler.planned:  # otherwise what a step has yet to move is needed until its end
+            self._forget_finished()
 
     def close(self) -> None:
         """Cancel what is not finished and take no more requests; the blocks are free again, and prefixes in files."""
@@ -140,22 +140,7 @@ class Engine:
         Raises what `submit` does, and ValueError at the end of a request that failed.
         """
         self.submit(request)
-        return self._tokens_of(request)
-
-    def _tokens_of(self, request: Request) -> Iterator[Output]:
-        sent: Counter[int] = Counter()  # by sequence: other streams take steps too, so tokens are looked up
-        ended = False
-        while not ended:
-            ended = request.finished
-            for sequence in request.sequences:
-                for token in sequence.output_ids[sent[sequence.index] :]:
-                    sent[sequence.index] += 1
-                    newest = sent[sequence.index] == len(sequence.output_ids)
-                    yield Output(request.id, sequence.index, token, sequence.finish_reason if newest else None)
-            if not request.finished:
-                self.step()
-        for error in filter(None, (sequence.error for sequence in request.sequences)):
-            raise ValueError(error)
+        return tokens_of(request, self.step)
 
     @torch.no_grad()
     def step(self) -> list[Output]:
@@ -165,7 +150,7 @@ class Engine:
         sequences do, and the exception is raised.
         """
         began = self.clock()
-        plan = self.scheduler.plan()
+        plan = self._plan()
         planned = self.clock()
         if not plan.rows:
             self.scheduler.complete(plan, [])
@@ -175,7 +160,7 @@ class Engine:
             drawn = self._draw(plan, self._logits(plan))
         except BaseException as error:
             self.mover.clear(plan.rows, plan.restore)
-            self.scheduler.abandon(plan, f"the step failed: {error}")
+            self.scheduler.abandon(plan, f"the step failed: {' '.join(str(error).split()) or type(error).__name__}")
             self._forget_finished()
             raise
         drew = self.clock()
@@ -187,6 +172,17 @@ class Engine:
         new = [(sequence, sequence.tokens[-1]) for sequence in continued]
         new += [(row.sequence, None) for row in plan.rows if row.sequence.error]
         return [Output(s.request.id, s.index, token, s.finish_reason) for s, token in new]
+
+    def _plan(self) -> Plan:
+        """The next step. If it cannot be planned, if only for an interrupt, nobody loses more than computed blocks."""
+        if self.scheduler.planned:
+            raise ValueError("a step is under way: wait for its end, and call the engine from one thread")
+        try:
+            return self.scheduler.plan()
+        except BaseException:
+            self.scheduler.take_back()
+            self._forget_finished()
+            raise
 
     @torch.no_grad()
     def _take_memory(self, groups: int) -> None:
@@ -236,14 +232,16 @@ class Engine:
             self.scheduler.fail(row.sequence, "logits are not finite: use a wider dtype, or check the weights")
 
     def _forget_finished(self) -> None:
-        self._draws.keep(self.scheduler.requests)
+        self._draws.keep(self.scheduler.requests.values())
         self.mover.forget(self.scheduler.tables.swap_pools)
 
 
 def _check_sizes(num_blocks: int, prefix: str, preemption: str, swap_blocks: int) -> None:
-    if num_blocks < 1:
-        raise ValueError(f"an engine needs at least one block, got {num_blocks}")
+    if type(num_blocks) is not int or num_blocks < 1:
+        raise ValueError(f"an engine needs at least one block, got {num_blocks!r}")
     if prefix not in PREFIX_CACHES:
         raise ValueError(f"unknown prefix cache {prefix!r}: one of {', '.join(PREFIX_CACHES)}")
-    if preemption == "swap" and swap_blocks < 1:
-        raise ValueError(f"preemption by swapping needs CPU memory: swap_blocks must be >= 1, got {swap_blocks}")
+    least = 1 if preemption == "swap" else 0
+    if type(swap_blocks) is not int or swap_blocks < least:
+        needs = f"preemption={preemption!r} needs swap_blocks, blocks of CPU memory"
+        raise ValueError(f"{needs}: a whole number >= {least}, got {swap_blocks!r}")

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import json
-import math
+import sys
+from collections import Counter
+from collections.abc import Callable, Iterator
 from dataclasses import astuple, dataclass, field
 from enum import Enum
+from types import NoneType
 
 
 @dataclass(frozen=True)
@@ -18,6 +21,11 @@ class Identity:
     adapter: str | None = None
     adapter_version: int = 0
     tenant: str | None = None  # a salt: tenants can neither read nor guess by timing what others have cached
+
+    def __post_init__(self) -> None:
+        kinds = (self.adapter, (str, NoneType)), (self.adapter_version, (int,)), (self.tenant, (str, NoneType))
+        if any(type(value) not in allowed for value, allowed in kinds):
+            raise ValueError(f"adapter and tenant are text or None, adapter_version is a whole number: got {self}")
 
     def encoded(self) -> bytes:
         """Bytes that differ wherever identities differ, the same in every process."""
@@ -48,25 +56,34 @@ class Request:
     sequences: list[Sequence] = field(default_factory=list, init=False)
 
     def __post_init__(self) -> None:
-        self.prompt_ids, self.stop_ids = tuple(self.prompt_ids), frozenset(self.stop_ids)
+        self.prompt_ids = self._token_ids("prompt_ids", self.prompt_ids)
+        self.stop_ids = frozenset(self._token_ids("stop_ids", self.stop_ids))
         if not self.prompt_ids:
             raise ValueError(f"request {self.id}: the prompt is empty: give at least one token")
-        for name, ids in ("prompt_ids", self.prompt_ids), ("stop_ids", self.stop_ids):
-            wrong = [token for token in ids if type(token) is not int or token < 0]
-            if wrong:
-                raise ValueError(f"request {self.id}: {name} must be whole numbers >= 0, got {wrong[0]!r}")
         for name in "max_new_tokens", "n":
             value = getattr(self, name)
             if type(value) is not int or value < 1:
                 raise ValueError(f"request {self.id}: {name} must be a whole number >= 1, got {value!r}")
         if type(self.seed) is not int:
             raise ValueError(f"request {self.id}: seed must be a whole number, got {self.seed!r}")
-        if type(self.temperature) not in (int, float) or not 0 <= self.temperature < math.inf:
+        if type(self.temperature) not in (int, float) or not 0 <= self.temperature <= sys.float_info.max:
             raise ValueError(
                 f"request {self.id}: temperature must be 0 (greedy) or a positive number, got {self.temperature!r}"
             )
+        if not isinstance(self.identity, Identity):
+            raise ValueError(f"request {self.id}: identity must be an Identity, got {self.identity!r}")
         if self.n > 1 and self.temperature == 0:
             raise ValueError(f"request {self.id}: greedy gives the same text {self.n} times: raise temperature or n=1")
+
+    def _token_ids(self, name: str, ids: object) -> tuple[int, ...]:
+        try:
+            found = tuple(ids)
+        except TypeError:
+            raise ValueError(f"request {self.id}: {name} must be a list of token ids, got {ids!r}") from None
+        wrong = [token for token in found if type(token) is not int or token < 0]
+        if wrong:
+            raise ValueError(f"request {self.id}: {name} must be whole numbers >= 0, got {wrong[0]!r}")
+        return found
 
     def check_vocabulary(self, vocab_size: int) -> None:
         """Raise ValueError for a prompt or stop token that the model does not know."""
@@ -161,3 +178,23 @@ class Sequence:
         """Mean time per output token after the first; None before the end and where there was only one."""
         count = len(self.output_ids) - 1
         return (self.finished_s - self.first_token_s) / count if self.finished_s is not None and count > 0 else None
+
+
+def tokens_of(request: Request, step: Callable[[], object]) -> Iterator[Output]:
+    """Iterate over the tokens of a request that was submitted, taking steps until it is finished.
+
+    Others may take steps too. Raises ValueError at the end of a request that failed.
+    """
+    sent: Counter[int] = Counter()  # by sequence: other streams take steps too, so tokens are looked up
+    ended = False
+    while not ended:
+        ended = request.finished
+        for sequence in request.sequences:
+            for token in sequence.output_ids[sent[sequence.index] :]:
+                sent[sequence.index] += 1
+                newest = sent[sequence.index] == len(sequence.output_ids)
+                yield Output(request.id, sequence.index, token, sequence.finish_reason if newest else None)
+        if not request.finished:
+            step()
+    for error in filter(None, (sequence.error for sequence in request.sequences)):
+        raise ValueError(error)

@@ -11,16 +11,13 @@ from collections import deque
 from collections.abc import Callable
 from typing import Literal
 
+from kvlab.engine.admission import RequestRefused, check_servable
 from kvlab.engine.block_tables import BlockTables
 from kvlab.engine.plan import Plan, Row, add_pairs
 from kvlab.engine.prefix_cache import PrefixCache
 from kvlab.engine.request import Request, Sequence, State
 from kvlab.engine.shelf import Shelf
 from kvlab.engine.stats import Stats, Usage, usage
-
-
-class RequestRefused(ValueError):
-    """A request that could never be served here; nothing was changed."""
 
 
 class Scheduler:
@@ -44,8 +41,8 @@ class Scheduler:
         shelf: Shelf | None = None,
         clock: Callable[[], float] = time.perf_counter,
     ):
-        if token_budget < 1 or max_running < 1:
-            raise ValueError(f"token_budget and max_running must be >= 1, got {token_budget} and {max_running}")
+        if any(type(most) is not int or most < 1 for most in (token_budget, max_running)):
+            raise ValueError(f"token_budget, max_running are whole numbers >= 1, got {token_budget!r}, {max_running!r}")
         if preemption not in ("recompute", "swap"):
             raise ValueError(f"preemption is 'recompute' or 'swap', got {preemption!r}")
         self.cache, self.tables = cache, BlockTables(cache, token_budget, swap_blocks, shelf)
@@ -64,7 +61,9 @@ class Scheduler:
 
     def submit(self, request: Request) -> Sequence:
         """Queue a request and return its first sequence. Raises RequestRefused for one that could never be served."""
-        self._check(request)
+        if request.sequences or request.id in self.requests:
+            raise RequestRefused(f"request {request.id} was submitted before: make a new one, with an id of its own")
+        check_servable(request, self.tables, self.max_running, self.max_length)
         request.arrival_s = self.clock()
         sequence = Sequence(request, 0, (self._arrivals, 0), list(request.prompt_ids))
         self._arrivals += 1
@@ -86,6 +85,23 @@ class Scheduler:
         while budget and not plan.preempted and self.waiting and self._admit(plan, self.waiting[0]):
             budget -= self._plan_row(plan, self.running[-1], budget)
         return plan
+
+    @property
+    def planned(self) -> bool:
+        """Whether a plan is open."""
+        return self._planned is not None
+
+    def take_back(self) -> None:
+        """Undo a plan that could not be made: whoever ran, or was to run, waits again in order and is recomputed."""
+        plan, self._planned = self._planned, None
+        self.tables.swapped_in(plan.swap_in)
+        for sequence in [*self.running, *self.waiting]:
+            if sequence.tables or sequence in plan.preempted:
+                self.tables.release(sequence)
+                sequence.state = State.WAITING
+        self.stats.recompute_preemptions += len(self.running)
+        self.waiting.extendleft(reversed(self.running))
+        self.running.clear()
 
     def complete(self, plan: Plan, drawn: list[list[int]]) -> list[Sequence]:
         """Take over what a step computed: `drawn` has one list of tokens for each of plan.samples.
@@ -137,22 +153,6 @@ class Scheduler:
     def usage(self) -> list[Usage]:
         """Where the blocks of each layer group are now."""
         return usage(self.cache, self.running)
-
-    def _check(self, request: Request) -> None:
-        if request.sequences or request.id in self.requests:
-            raise RequestRefused(f"request {request.id} was submitted before: make a new one, with an id of its own")
-        if request.n > self.max_running:
-            raise RequestRefused(f"request {request.id}: n={request.n}, but only {self.max_running} sequences can run")
-        prompt, new = len(request.prompt_ids), request.max_new_tokens
-        lengths = f"request {request.id}: {prompt} prompt tokens and {new} new ones"
-        if self.max_length is not None and prompt + new > self.max_length:
-            raise RequestRefused(f"{lengths} exceed the model's {self.max_length}: shorten one of them")
-        for pool, most in zip(self.cache.pools, self.tables.most_blocks(prompt + new - 1), strict=True):
-            if most > pool.num_blocks:
-                raise RequestRefused(
-                    f"{lengths} need {most} blocks of {pool.block_size} tokens and can never fit into "
-                    f"{pool.num_blocks}: shorten one of them, or make the pool larger"
-                )
 
     def _plan_row(self, plan: Plan, sequence: Sequence, budget: int) -> int:
         """Plan the next tokens of a sequence that runs, preempting newer ones if need be, and return how many."""

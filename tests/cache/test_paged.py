@@ -227,6 +227,9 @@ def test_pools_refuse_scales_that_tokens_share(name):
 def test_a_paged_cache_needs_a_capacity():
     with pytest.raises(ValueError, match="a paged cache needs a capacity in tokens"):
         build_cache(tiny_config(), "paged")
+    for capacity, block_size in (0, 16), (20, 0), (2.5, 16), (20, "4"), (True, 16):
+        with pytest.raises(ValueError, match=f"blocks of at least one: got {capacity!r} and {block_size!r}"):
+            paged_cache(tiny_config(), capacity, block_size)
     cache = build_cache(tiny_config(), "paged", 33)
     assert [layer.num_blocks for layer in cache.layers] == [3, 3] and cache.block_size == 16
 

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import copy
 from contextlib import contextmanager
+from itertools import count
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -148,6 +150,112 @@ def test_a_failure_while_blocks_are_moved_loses_none(method, layer, monkeypatch)
     check_nothing_is_lost(engine)
 
 
+@pytest.mark.parametrize("preemption", ["recompute", "swap"])
+@pytest.mark.parametrize("prefix", ["hash", "radix"])
+@pytest.mark.parametrize("method", ["give_back", "fits_step", "extend", "attach_prefix", "fits_whole", "fits_swapped"])
+def test_a_step_that_cannot_be_planned_costs_nobody_a_token(method, prefix, preemption, monkeypatch):
+    """Some calls fail, whatever was planned before them: an interrupt may come anywhere."""
+    model = hybrid()
+    engine = Engine(model, num_blocks=9, block_size=3, prefix=prefix, preemption=preemption, swap_blocks=20)
+    requests = [Request(f"{i}", [i, 2, 3, 4], max_new_tokens=18, temperature=1.0, n=1 + i, seed=i) for i in range(2)]
+    tables, calls, interrupts = engine.scheduler.tables, count(1), 0
+    real = getattr(tables, method)
+
+    def interrupted(*given):
+        if next(calls) in (2, 5, 9, 14, 20, 27, 35, 44):
+            raise KeyboardInterrupt
+        return real(*given)
+
+    monkeypatch.setattr(tables, method, interrupted)
+    for request in requests:
+        engine.submit(request)
+    while engine.busy:
+        try:
+            engine.step()
+        except KeyboardInterrupt:
+            interrupts += 1
+        assert engine.stats.steps < 200  # a block that is lost would be waited for without end
+    assert engine.stats.finished == {"length": 3}
+    assert interrupts or (method, preemption) == ("fits_swapped", "recompute")
+    check_answers(model, requests)
+    check_nothing_is_lost(engine)
+
+
+def test_an_interrupt_and_a_long_message_are_told_in_one_line():
+    model = Transformer(tiny_config()).double().eval().requires_grad_(False)
+    for error, words in (KeyboardInterrupt(), "KeyboardInterrupt"), (ValueError("two\n  lines"), "two lines"):
+        engine = Engine(model, num_blocks=12, block_size=4)
+        engine.mover.move = Mock(side_effect=error)
+        request = engine.submit(Request("r", [1], max_new_tokens=2))
+        with pytest.raises(type(error)):
+            engine.step()
+        assert request.sequences[0].error == f"request r: the step failed: {words}"
+
+
+# calls from within a step
+
+
+def within_a_step(engine: Engine, call) -> None:
+    """Take a step, and make a call while it runs."""
+    move = engine.mover.move
+
+    def moved(plan):
+        call()
+        return move(plan)
+
+    engine.mover.move = moved
+    engine.step()
+    engine.mover.move = move
+
+
+def test_a_request_cancelled_within_a_step_gives_its_name_free_and_nothing_else():
+    model = tiny_model("gqa")
+    engine = Engine(model, num_blocks=24, block_size=4)
+    old, new = (Request("r", [1, 2, 3], max_new_tokens=9, temperature=1.0, seed=seed) for seed in range(2))
+    engine.submit(old)
+    engine.step()
+
+    def exchange():
+        engine.cancel("r")
+        engine.submit(new)
+
+    within_a_step(engine, exchange)
+    list(engine.run())
+    assert old.sequences[0].finish_reason == "cancelled"
+    check_answers(model, [new])  # with random numbers of its own
+    check_nothing_is_lost(engine)
+
+
+def test_a_cancel_within_a_step_leaves_others_what_they_are_to_get_back():
+    model = tiny_model("gqa")
+    engine = Engine(model, num_blocks=7, preemption="swap", swap_blocks=8, token_budget=64)
+    requests = [engine.submit(Request(f"{i}", [i] * 34, max_new_tokens=35)) for i in range(2)]
+    third = engine.submit(Request("third", [5, 6], max_new_tokens=60))
+
+    def cancel():
+        if any(engine.scheduler._planned.swap_in) and not third.finished:
+            engine.cancel("third")
+
+    while engine.busy:
+        within_a_step(engine, cancel)
+    assert third.sequences[0].finish_reason == "cancelled" and engine.stats.finished == {"length": 2, "cancelled": 1}
+    check_answers(model, requests)
+    check_nothing_is_lost(engine)
+
+
+def test_a_step_within_a_step_is_refused():
+    engine = Engine(tiny_model("gqa"), num_blocks=12, block_size=4)
+    request = engine.submit(Request("r", [1, 2, 3], max_new_tokens=3))
+
+    def again():
+        with pytest.raises(ValueError, match="a step is under way: wait for its end"):
+            engine.step()
+
+    within_a_step(engine, again)
+    list(engine.run())
+    check_answers(engine.model, [request])
+
+
 # streams
 
 
@@ -281,12 +389,24 @@ def test_what_was_swapped_out_is_forgotten_with_its_request(end):
 
 OPTIONS = [
     (dict(num_blocks=0), "an engine needs at least one block, got 0"),
+    (dict(num_blocks=4.5), "an engine needs at least one block, got 4.5"),
+    (dict(num_blocks="8"), "an engine needs at least one block, got '8'"),
     (dict(block_size=0), "block_size >= 1, got 4 and 0"),
-    (dict(token_budget=0), "token_budget and max_running must be >= 1, got 0 and 64"),
-    (dict(max_running=0), "token_budget and max_running must be >= 1, got 512 and 0"),
+    (dict(block_size=2.0), "block_size >= 1, got 4 and 2.0"),
+    (dict(block_size=True), "block_size >= 1, got 4 and True"),
+    (dict(token_budget=0), "token_budget, max_running are whole numbers >= 1, got 0, 64"),
+    (dict(token_budget=float("nan")), "whole numbers >= 1, got nan, 64"),
+    (dict(max_running=0), "token_budget, max_running are whole numbers >= 1, got 512, 0"),
+    (dict(max_running=None), "whole numbers >= 1, got 512, None"),
+    (dict(window=float("nan")), "at least one token, and sinks from 0 on, in whole numbers: got nan and 0"),
+    (dict(window=True), "in whole numbers: got True and 0"),
+    (dict(window=4, sinks=1.5), "in whole numbers: got 4 and 1.5"),
+    (dict(sinks=None), "in whole numbers: got None and None"),
+    (dict(swap_blocks=-1), "preemption='recompute' needs swap_blocks, .*: a whole number >= 0, got -1"),
+    (dict(preemption="swap", swap_blocks=2.5), "a whole number >= 1, got 2.5"),
     (dict(prefix="trie"), "unknown prefix cache 'trie': one of hash, radix, none"),
     (dict(preemption="drop"), "preemption is 'recompute' or 'swap', got 'drop'"),
-    (dict(preemption="swap"), "preemption by swapping needs CPU memory: swap_blocks must be >= 1, got 0"),
+    (dict(preemption="swap"), "preemption='swap' needs swap_blocks, blocks of CPU memory: a whole number >= 1, got 0"),
     (dict(kv_dtype="int3"), "pools of blocks hold fp32, bf16, fp16, fp8, int8, not 'int3'"),
 ]
 

@@ -115,7 +115,7 @@ def _keys(cache: HashChain, prompt: list[int]) -> list[object]:
 @pytest.mark.parametrize(
     "name, options, message",
     [
-        ("gqa", {"sinks": 4}, "at least one token, and sinks from 0 on: got None and 4"),
+        ("gqa", {"sinks": 4}, "at least one token, and sinks from 0 on, in whole numbers: got None and 4"),
         ("gqa", {"window": 0}, "got 0 and 0"),
         ("gqa", {"window": 4, "sinks": -1}, "got 4 and -1"),
         ("hybrid", {"window": 4}, "windows of its own"),

@@ -12,6 +12,11 @@ from kvlab.engine.request import Identity, Request, Sequence, State
         (dict(prompt_ids=[1, -2]), "prompt_ids must be whole numbers >= 0, got -2"),
         (dict(prompt_ids=[1.5]), "prompt_ids must be whole numbers >= 0, got 1.5"),
         (dict(prompt_ids=[True]), "got True"),
+        (dict(prompt_ids=5), "request r: prompt_ids must be a list of token ids, got 5"),
+        (dict(stop_ids=None), "request r: stop_ids must be a list of token ids, got None"),
+        (dict(stop_ids=[[1]]), r"stop_ids must be whole numbers >= 0, got \[1\]"),
+        (dict(identity="alice"), "request r: identity must be an Identity, got 'alice'"),
+        (dict(temperature=10**400), "temperature must be 0"),
         (dict(max_new_tokens=0), "max_new_tokens must be a whole number >= 1, got 0"),
         (dict(max_new_tokens=2.5), "max_new_tokens must be a whole number >= 1, got 2.5"),
         (dict(n=0, temperature=1.0), "n must be a whole number >= 1, got 0"),
@@ -41,6 +46,12 @@ def test_identities_differ_in_every_field_and_are_spelled_without_doubt():
         Identity("a, 0, b"), Identity('a", 0, "b'),
     ]  # fmt: skip
     assert len(set(others)) == len({identity.encoded() for identity in others}) == len(others)
+
+
+@pytest.mark.parametrize("given", [dict(adapter=["a"]), dict(tenant=b"t"), dict(adapter_version="1"), dict(tenant=5)])
+def test_identities_that_could_not_be_told_apart_are_refused(given):
+    with pytest.raises(ValueError, match="adapter and tenant are text or None, adapter_version is a whole number: got"):
+        Identity(**given)
 
 
 def test_times_of_a_sequence():

@@ -448,8 +448,8 @@ def test_a_sequence_that_failed_ends_alone_and_is_not_found(cache, preemption):
 @pytest.mark.parametrize(
     ("options", "words"),
     [
-        (dict(token_budget=0), "token_budget and max_running must be >= 1, got 0 and 64"),
-        (dict(max_running=0), "got 512 and 0"),
+        (dict(token_budget=0), "token_budget, max_running are whole numbers >= 1, got 0, 64"),
+        (dict(max_running=0), "got 512, 0"),
         (dict(preemption="drop"), "preemption is 'recompute' or 'swap', got 'drop'"),
     ],
 )
