@@ -69,7 +69,8 @@ def _advance(model: Transformer, beams: list[Beam], position: int, cache: KVCach
     device = model.model.embed_tokens.weight.device
     ids = torch.tensor([[beam.token_ids[-1]] for beam in beams], device=device)  # (width, 1)
     positions = torch.full(ids.shape, position, dtype=torch.int32, device=device)
-    return model.unembed(model.hidden_states(ids, cache.begin(positions), cache)[:, -1])
+    step = cache.begin(positions, torch.zeros(len(beams), dtype=torch.bool))  # no prompt ends in it
+    return model.unembed(model.hidden_states(ids, step, cache)[:, -1])
 
 
 def _best(beams: list[Beam], logs: Tensor, stop_ids: Collection[int]) -> tuple[list[Beam], list[int]]:

@@ -186,3 +186,12 @@ def test_logits_that_are_not_finite_are_refused(monkeypatch):
     monkeypatch.setattr(model, "unembed", lambda hidden: torch.full((len(hidden), 61), float("nan")))
     with pytest.raises(ValueError, match="logits of row 0 are not finite"):
         beam_search(model, [1, 2], build_cache(model.config), 2)
+
+
+def test_a_cache_that_decides_where_a_prompt_ends_serves_beams():
+    """All of it kept: the exact search. Less: a beam of one is greedy decoding with that cache."""
+    model, whole, less = small("gqa"), "recent-100%-prompt", "snapkv-6-recent2-prompt"
+    found = beam_search(model, PROMPT, build_cache(model.config, whole), 3, max_new_tokens=7)
+    check_equal(found, plain_search(model, 3, 7))
+    (one,) = beam_search(model, PROMPT * 3, build_cache(model.config, less), 1, max_new_tokens=9)
+    assert list(one.token_ids) == generate(model, PROMPT * 3, less, max_new_tokens=9).token_ids

@@ -36,10 +36,17 @@ TASKS = {"recency": 512, "passkey": 512}  # tokens of a prompt
 
 
 def stream_text(loaded: zoo.LoadedModel, tokens: int = TOKENS) -> tuple[list[int], dict]:
-    """The first `tokens` + 1 tokens of what Python's help() says of its language, and where they come from."""
+    """The first `tokens` + 1 tokens of what Python's help() says of its language, and where they come from.
+
+    Raises ValueError for fewer than one token, or more than the text has.
+    """
+    if tokens < 1:
+        raise ValueError(f"a stream holds at least one token, got {tokens}")
     corpus = python_topics()
     text = bytes(corpus.train[: 8 * (tokens + 1)].tolist()).decode(errors="ignore")  # a token has about 4 bytes
     ids = loaded.tokenizer.encode(text)[: tokens + 1]
+    if len(ids) <= tokens:
+        raise ValueError(f"the text is a stream of {len(ids) - 1:,} tokens at most, got {tokens:,}")
     return ids, {key: corpus.about[key] for key in ("source", "python", "sha256")}
 
 

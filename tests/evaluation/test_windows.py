@@ -56,6 +56,12 @@ def test_answers_are_counted_in_all_and_by_depth(tiny, tmp_path):
         assert row["low"] <= row["right"] / 5 <= row["high"]
 
 
+@pytest.mark.parametrize(("count", "words"), [(0, "got 0"), (-4, "got -4"), (10**6, "at most, got 1,000,000")])
+def test_a_stream_that_the_text_does_not_have_is_refused(tiny, count, words):
+    with pytest.raises(ValueError, match=words):
+        windows.stream_text(tiny, count)
+
+
 def test_the_text_of_the_stream_is_long_enough_and_named(tiny):
     ids, about = windows.stream_text(tiny, tokens=300)
     assert len(ids) == 301 and about["source"] == "pydoc_data.topics" and len(about["sha256"]) == 64
