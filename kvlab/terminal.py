@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shutil
 import sys
 
@@ -52,13 +53,19 @@ def _message(error: Exception) -> str:
         if not isinstance(error, _UsageError):
             return error.format_message()
         where = error.ctx.command_path if error.ctx is not None else "kvlab"
-        return f"{error.format_message().rstrip('.')} (see {where} --help)"
+        return f"{error.format_message().rstrip('.')}{_refused(error)} (see {where} --help)"
     if isinstance(error, (ValueError, OSError)):
         return str(error) or type(error).__name__
     if isinstance(error, ImportError):
         return f"{error}: install what is missing (pip install {error.name or 'it'})"
     what = f"{type(error).__name__}: {error}"
     return f"internal error, please report it: {what} (KVLAB_DEBUG=1 shows the traceback)"
+
+
+def _refused(error: Exception) -> str:
+    """The value that typer's newer messages leave out: pydantic, which refused it, names it."""
+    found = re.search(r"input_value=(.+), input_type=", str(error.__cause__))
+    return f", got {found[1]}" if found else ""
 
 
 def warn(text: str) -> None:

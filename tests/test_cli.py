@@ -102,7 +102,8 @@ BAD = [
     ((), None),  # help, not an error
     (("frob",), "No such command 'frob'"),
     (("size", "llama-3-8b"), "--context"),
-    (("size", "llama-3-8b", "--context", "many"), "--context"),
+    (("size", "llama-3-8b", "--context", "many"), "'many'"),
+    (("plan", "llama-3-8b", "--memory-gib", "24 GiB"), "'24 GiB'"),
     (("size", "llama-3-8b", "--context", "0"), "context must be a whole number of at least 1, not 0"),
     (("size", "llama-3-8b", "--context", "-5"), "not -5"),
     (("size", "llama-3-8b", "--context", "8", "--batch", "0"), "batch"),
